@@ -1,0 +1,34 @@
+# make help lists the targets. Everything lives in .venv; constraints.txt holds the tested versions.
+PYTHON ?= python3
+BIN := .venv/bin
+PROMPT ?= In the beginning
+
+.PHONY: help setup run test lint clean
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /  make \1\t/' | expand -t 20
+
+setup: .venv/ready  ## make .venv with what running and testing need
+
+# The requirements are those of pyproject.toml; the project itself is run from the checkout.
+.venv/ready: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.12 setup")'
+	$(PYTHON) -m venv .venv
+	@$(BIN)/python -c 'import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+	print("\n".join(p["dependencies"] + p["optional-dependencies"]["test"]))' > .venv/requirements.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r .venv/requirements.txt
+	@touch $@
+
+run: setup  ## generate text with the embedded model; PROMPT="..." make run
+	@PROMPT="$(PROMPT)" $(BIN)/python colibri.py
+
+test: setup  ## the tests: no network, no GPU, a few minutes
+	$(BIN)/python -m pytest -q
+
+lint: setup  ## ruff: rules and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+clean:  ## remove .venv and caches
+	rm -rf .venv .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,49 @@
+"""colibri.py: run Mixture-of-Experts language models far larger than RAM. The door: settings -> snapshot -> mode.
+
+    PROMPT="In the beginning" python colibri.py
+    SNAP=/models/glm-5.2 PROMPT="..." python colibri.py [cap] [expert_bits] [dense_bits]
+
+Exit code 0: done. 1: a check failed. 2: bad usage or a bad snapshot, said in one line. 130: interrupted.
+"""
+
+import sys
+
+from settings import USAGE, Settings
+from snapshot.errors import Refused
+
+
+def main(arguments):
+    """Command-line arguments -> exit code."""
+    try:
+        settings = Settings.read(arguments)
+        return run(settings)
+    except Refused as error:
+        print(f"colibri: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def run(settings):
+    """Load the model and hand it to the mode the settings ask for."""
+    # Imported here: torch takes a second or two, and a mistyped variable should not wait for it.
+    from engine.load import load_model
+    from modes.console import announce, say
+    from modes.oracle import run_oracle
+    from modes.reference import reference_path
+    from modes.teacher_forcing import forward_all
+    from modes.text import run_text
+
+    mode = run_text if settings.prompt is not None else forward_all if settings.tf else run_oracle
+    for notice in settings.notices:
+        say(notice)
+    if mode is not run_text and not settings.ref and not reference_path(settings).exists():
+        print(USAGE, file=sys.stderr)
+        return 2
+    loaded = load_model(settings)
+    announce(settings, loaded)
+    return mode(settings, loaded)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,46 @@
+"""Logits -> a token, the same at any draft depth and in any company.
+
+The uniform number of a token comes from a counter, (seed, row, position), not from a stream: whoever asks for the
+token at a position gets the same draw. Order: temperature, nucleus, draw in id order, all in float64.
+"""
+
+import hashlib
+import struct
+
+import torch
+
+MIN_TEMPERATURE = 1e-4
+
+
+def uniform(seed, row, position):
+    """A number in [0, 1) from 53 bits of BLAKE2b over (seed, row, position)."""
+    digest = hashlib.blake2b(struct.pack("<QQQ", seed % 2**64, row, position), digest_size=8).digest()
+    return (int.from_bytes(digest, "little") >> 11) / 2**53
+
+
+class Sampler:
+    """temperature <= 0 is greedy. nucleus outside (0, 1) keeps the whole vocabulary."""
+
+    def __init__(self, temperature=0.0, nucleus=0.0, seed=0, row=0):
+        self.temperature, self.nucleus, self.seed, self.row = temperature, nucleus, seed, row
+
+    def draw(self, logits, position):
+        """logits [vocab] -> the id of the token at `position`; greedy ties go to the lowest id."""
+        if self.temperature <= 0:
+            return int(logits.argmax())
+        p = self.probabilities(logits)
+        target = uniform(self.seed, self.row, position) * float(p.sum())
+        token = int(torch.searchsorted(p.cumsum(0), target, right=True))
+        return min(token, int(p.nonzero()[-1]))  # rounding may leave the target past the last kept token
+
+    def probabilities(self, logits):
+        """logits [vocab] -> float64 [vocab], zero outside the nucleus: the shortest prefix, most likely first and
+        ties to the lowest id, whose mass reaches `nucleus`; not renormalised."""
+        p = (logits.double() / max(self.temperature, MIN_TEMPERATURE)).softmax(0)
+        if not 0 < self.nucleus < 1:
+            return p
+        ordered, ids = p.sort(descending=True, stable=True)
+        num_kept = int(torch.searchsorted(ordered.cumsum(0), self.nucleus)) + 1
+        kept = torch.zeros_like(p)
+        kept[ids[:num_kept]] = ordered[:num_kept]
+        return kept

@@ -1,0 +1,92 @@
+"""The mutable timeline of one sequence: what attention remembers of its tokens.
+
+For each position and layer the normed latent (kv_lora_rank floats) and the rotated shared key (rope_head_dim); for
+each layer that runs an indexer its key (index_head_dim). There is a row for every layer and one more for the
+multi-token-prediction layer. float32. Pages cost memory only once written, so a long capacity is cheap.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKv:
+    """One layer of a KvState, bound at its current length: `append` writes there, and returns all up to the new end."""
+
+    latents: torch.Tensor  # [capacity, kv_lora_rank]
+    rope_keys: torch.Tensor  # [capacity, rope_head_dim]
+    index_keys: torch.Tensor | None  # [capacity, index_head_dim] on layers with an indexer
+    length: int
+
+    def append(self, latents, rope_keys):
+        """Rows of new positions -> (latents, rope_keys) of positions 0 .. new length."""
+        return self._append(self.latents, latents), self._append(self.rope_keys, rope_keys)
+
+    def append_index(self, keys):
+        return self._append(self.index_keys, keys)
+
+    def _append(self, store, rows):
+        end = self.length + len(rows)
+        store[self.length : end] = rows
+        return store[:end]
+
+
+class KvState:
+    """Capacity in positions. `length` positions are known; rows beyond it are scratch."""
+
+    def __init__(self, config, capacity):
+        self.config, self.capacity, self.length = config, capacity, 0
+        rows = config.num_layers + 1
+        self.latents = torch.empty(rows, capacity, config.kv_lora_rank)
+        self.rope_keys = torch.empty(rows, capacity, config.rope_head_dim)
+        full = [i for i in range(rows) if config.layer_is_full(i)]
+        self.index_rows = {layer: row for row, layer in enumerate(full)}
+        self.index_keys = torch.empty(len(full), capacity, config.index_head_dim)
+
+    @staticmethod
+    def bytes_for(config, capacity):
+        """Bytes of a state of that capacity, fully written."""
+        rows = config.num_layers + 1
+        full = sum(config.layer_is_full(i) for i in range(rows))
+        floats = rows * (config.kv_lora_rank + config.rope_head_dim) + full * config.index_head_dim
+        return 4 * capacity * floats
+
+    @property
+    def bytes(self):
+        return self.bytes_for(self.config, self.capacity)
+
+    @property
+    def room(self):
+        """Positions that can still be appended."""
+        return self.capacity - self.length
+
+    def bind(self, layer):
+        """The rows of one layer (num_layers is the MTP layer) as the forward pass uses them."""
+        row = self.index_rows.get(layer)
+        index_keys = None if row is None else self.index_keys[row]
+        return LayerKv(self.latents[layer], self.rope_keys[layer], index_keys, self.length)
+
+    def advance(self, count):
+        """`count` positions have been written in every layer. ValueError beyond the capacity."""
+        if count > self.room:
+            raise ValueError(f"KV state of {self.capacity} positions is full: {self.length} + {count}")
+        self.length += count
+
+    def trim(self, length):
+        """Forget everything from position `length` on. ValueError for a length that is not known."""
+        if not 0 <= length <= self.length:
+            raise ValueError(f"cannot trim a KV state of {self.length} positions to {length}")
+        self.length = length
+
+    def clone(self, capacity=None):
+        """An independent copy of the known positions, by default with the same capacity."""
+        capacity = self.capacity if capacity is None else capacity
+        if capacity < self.length:
+            raise ValueError(f"a clone of {capacity} positions cannot hold {self.length}")
+        other = KvState(self.config, capacity)
+        for mine, theirs in ((self.latents, other.latents), (self.rope_keys, other.rope_keys)):
+            theirs[:, : self.length] = mine[:, : self.length]
+        other.index_keys[:, : self.length] = self.index_keys[:, : self.length]
+        other.length = self.length
+        return other

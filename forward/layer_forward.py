@@ -1,0 +1,20 @@
+"""One decoder layer: norm, attention, add, norm, moe or mlp, add."""
+
+from forward.attention.mla import mla
+from forward.mlp import mlp
+from forward.moe import moe
+from kernels.reference import rms_norm
+from snapshot.resident import MoeWeights
+
+
+def layer_forward(model, layer, weights, x, chunk, selections):
+    """x [T, D] -> ([T, D], selections of the last full layer)."""
+    config, attention = model.config, weights.attention
+    with model.profile.measure("attention"):
+        normed = rms_norm(x, attention.input_norm, config.rms_norm_eps)
+        out, selections = mla(config, layer, attention, weights.indexer, normed, chunk, selections)
+        x = x + out
+    normed = rms_norm(x, attention.post_norm, config.rms_norm_eps)
+    if isinstance(weights.mlp, MoeWeights):
+        return x + moe(model, layer, weights.mlp, normed), selections
+    return x + mlp(normed, weights.mlp.gate, weights.mlp.up, weights.mlp.down), selections

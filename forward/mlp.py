@@ -1,0 +1,8 @@
+"""The gated MLP: dense layers, shared experts and routed experts alike."""
+
+from kernels.reference import linear, silu_product
+
+
+def mlp(x, gate, up, down):
+    """x [T, D] -> down(silu(gate x) * up x) [T, D]."""
+    return linear(silu_product(linear(x, gate), linear(x, up)), down)

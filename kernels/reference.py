@@ -1,0 +1,113 @@
+"""Every operation of the forward pass in plain torch: the definition that faster kernels are held to.
+
+Pure functions of arrays. Activations are float32. Ties go to the lowest index, everywhere.
+
+T rows, S key positions, D columns, H heads, K chosen positions or experts, L latent width, R rotary width.
+"""
+
+import torch
+import torch.nn.functional as F
+
+# A matrix is widened to float32 a block of rows at a time, so that the output head of a large model costs no second copy.
+WIDEN_BYTES = 32 << 20
+
+
+def linear(x, weight, bias=None):
+    """x [T, in] times a Weight [out, in] -> float32 [T, out]."""
+    step = max(1, WIDEN_BYTES // (4 * weight.columns))
+    if weight.rows <= step:
+        return F.linear(x, weight.widen(), bias)
+    out = torch.empty(x.shape[0], weight.rows)
+    for start in range(0, weight.rows, step):
+        out[:, start : start + step] = F.linear(x, weight.widen(start, start + step))
+    return out if bias is None else out + bias
+
+
+def rms_norm(x, weight, eps):
+    """x * rsqrt(mean(x^2) + eps) * weight over the last dimension."""
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+
+
+def layer_norm(x, weight, bias, eps):
+    """(x - mean) * rsqrt(variance + eps) * weight + bias over the last dimension."""
+    return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+
+
+def silu_product(gate, up):
+    """silu(gate) * up, the activation between the two halves of a gated MLP."""
+    return F.silu(gate) * up
+
+
+def rope_angles(positions, theta, width):
+    """cos and sin [T, width / 2] of position * theta^(-2j / width)."""
+    inv_freq = 1.0 / theta ** (torch.arange(0, width, 2, dtype=torch.float32) / width)
+    angles = positions.float()[:, None] * inv_freq
+    return angles.cos(), angles.sin()
+
+
+def rope_interleaved(x, cos, sin):
+    """Rotate pairs (x[2j], x[2j+1]); x [T, ..., R], cos and sin [T, R/2].
+
+    The result lies as [all first halves | all second halves], the order the reference writes: queries and keys share
+    it, so products do not see it.
+    """
+    shape = (x.shape[0],) + (1,) * (x.dim() - 2) + (-1,)
+    cos, sin = cos.view(shape), sin.view(shape)
+    a, b = x[..., 0::2], x[..., 1::2]
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+
+
+def top_k_mask(scores, k):
+    """scores [T, N] -> boolean [T, N] with exactly k true in each row: the k largest, ties to the lowest index."""
+    if k >= scores.shape[-1]:
+        return torch.ones_like(scores, dtype=torch.bool)
+    threshold = scores.topk(k, dim=-1).values[:, -1:]
+    above, tied = scores > threshold, scores == threshold
+    room = k - above.sum(-1, keepdim=True)
+    return above | (tied & (tied.cumsum(-1) <= room))
+
+
+def top_k_indices(scores, k):
+    """scores [T, N] -> [T, min(k, N)] indices of the largest, ascending by index."""
+    return top_k_mask(scores, k).nonzero()[:, 1].view(scores.shape[0], -1)
+
+
+def route_sigmoid(logits, bias, num_active, num_groups, num_active_groups, normalise, scaling):
+    """The sigmoid router (noaux_tc) on logits [T, E] -> (expert ids [T, A] ascending, weights [T, A]).
+
+    The bias takes part in the choice, not in the weights. With groups, a group scores the sum of its two best
+    experts and only the best groups compete.
+    """
+    scores = logits.sigmoid()
+    choice = scores + bias
+    if num_groups > 1:
+        grouped = choice.view(len(choice), num_groups, -1)
+        group_scores = grouped.topk(min(2, grouped.shape[-1]), dim=-1).values.sum(-1)
+        kept = top_k_mask(group_scores, num_active_groups)
+        choice = grouped.masked_fill(~kept[..., None], -torch.inf).flatten(1)
+    experts = top_k_indices(choice, num_active)
+    weights = scores.gather(1, experts)
+    if normalise:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return experts, weights * scaling
+
+
+def index_scores(queries, head_weights, keys):
+    """The DSA indexer's scores: sum over heads of weight * relu(query . key).
+
+    queries [T, H, D], head_weights [T, H] (already scaled), keys [S, D] -> [T, S].
+    """
+    T, H, D = queries.shape
+    scores = (queries.reshape(T * H, D) @ keys.T).relu_().view(T, H, -1) * D**-0.5
+    return torch.einsum("th,ths->ts", head_weights, scores)
+
+
+def latent_attention(q_latent, q_rope, latents, rope_keys, allowed, scale):
+    """Absorbed MLA: attention straight over the cached latents, one key for all heads.
+
+    q_latent [T, H, L], q_rope [T, H, R]; latents [S, L] and rope_keys [S, R], or one selection for each row
+    [T, K, L] and [T, K, R]; allowed boolean [T, S or K]. -> [T, H, L], the attention-weighted latents.
+    """
+    scores = q_latent @ latents.transpose(-1, -2) + q_rope @ rope_keys.transpose(-1, -2)
+    scores = (scores * scale).masked_fill_(~allowed[:, None, :], -torch.inf)
+    return scores.softmax(-1) @ latents

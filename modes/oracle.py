@@ -1,0 +1,33 @@
+"""No mode: generate greedily from the prompt of REF, stop tokens ignored, and compare with its continuation."""
+
+from engine.decode import DecodeCounters, spec_decode
+from engine.sample import Sampler
+from forward.kv_state import KvState
+from modes.console import Run, prefill_progress
+from modes.reference import read_reference, reference_path
+from snapshot.errors import Refused
+
+
+def run_oracle(settings, loaded):
+    """-> 0 when every token equals the reference, else 1."""
+    reference = read_reference(settings, loaded, "prompt_ids", "full_ids")
+    prompt, full = reference["prompt_ids"], reference["full_ids"]
+    if full[: len(prompt)] != prompt or len(full) == len(prompt):
+        raise Refused(f"{reference_path(settings)}: full_ids must be prompt_ids and at least one token more")
+    model, counters = loaded.model, DecodeCounters()
+    run, generated = Run(model, counters), []
+    kv = KvState(model.config, loaded.context)
+    max_tokens = len(full) - len(prompt)
+    for token in spec_decode(model, kv, prompt, Sampler(), max_tokens, progress=prefill_progress, counters=counters):
+        generated.append(token)
+        run.on_token()
+    expected = full[len(prompt) :]
+    num_equal = sum(a == b for a, b in zip(generated, expected, strict=True))
+    print("reference:", *expected)
+    print("colibri:  ", *generated)
+    print(f"oracle: {num_equal}/{len(expected)} tokens equal")
+    if num_equal < len(expected):
+        first = next(i for i, (a, b) in enumerate(zip(generated, expected, strict=True)) if a != b)
+        print(f"oracle: first difference at position {len(prompt) + first}: {generated[first]}, not {expected[first]}")
+    run.summary(len(prompt))
+    return 0 if num_equal == len(expected) else 1

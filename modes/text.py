@@ -1,0 +1,79 @@
+"""PROMPT: generate text. The completion alone goes to stdout, as it comes."""
+
+import sys
+
+from engine.decode import DecodeCounters, spec_decode
+from engine.sample import Sampler
+from engine.stream import TextStream
+from forward.kv_state import KvState
+from modes.console import Run, prefill_progress, say
+from snapshot.errors import Refused
+from snapshot.tokenizer import TextTokenizer
+
+DEFAULT_TEMPERATURE = 0.7
+INTERRUPTED = 130  # what a shell reports for a program ended by Ctrl-C
+
+
+def run_text(settings, loaded):
+    """Generate from PROMPT -> exit code."""
+    model, config = loaded.model, loaded.model.config
+    tokenizer = TextTokenizer(loaded.folder, config)
+    prompt_ids = encode_prompt(settings, config, tokenizer)
+    if len(prompt_ids) > loaded.context:
+        raise Refused(f"PROMPT has {len(prompt_ids)} tokens, CTX is {loaded.context}; raise CTX or shorten it")
+    # The last token needs no position of its own: it is never forwarded.
+    max_tokens = min(settings.ngen, loaded.context - len(prompt_ids) + 1)
+    temperature = DEFAULT_TEMPERATURE if settings.temp is None else settings.temp
+    sampler = Sampler(temperature, settings.nucleus, settings.seed)
+    stop_ids = {*config.stop_ids, *tokenizer.stop_ids}
+    how = (
+        f"temperature {temperature:g}, nucleus {settings.nucleus:g}, SEED={settings.seed}" if temperature else "greedy"
+    )
+    say(f"[prompt] {len(prompt_ids)} tokens | at most {max_tokens} more | {how}")
+
+    counters, stream = DecodeCounters(), TextStream(tokenizer)
+    run, code = Run(model, counters), 0
+    kv = KvState(config, loaded.context)
+    try:
+        for token in spec_decode(
+            model, kv, prompt_ids, sampler, max_tokens, stop_ids, progress=prefill_progress, counters=counters
+        ):
+            write(stream.push(token))
+            run.on_token()
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+    write(stream.finish() + "\n")
+    say(f"[stop] {why_stopped(code, counters, tokenizer, max_tokens, settings)}")
+    run.summary(len(prompt_ids))
+    return code
+
+
+def encode_prompt(settings, config, tokenizer):
+    """PROMPT, in the chat template with CHAT=1, with the family's prefix -> ids."""
+    text = settings.prompt
+    if settings.chat:
+        text = tokenizer.render_chat([{"role": "user", "content": text}], settings.think)
+    ids = tokenizer.encode(text)
+    if config.text_prefix and settings.prefix:
+        if not tokenizer.has_prefix:
+            say(f"[prefix] {tokenizer.path.name} lacks {' '.join(config.text_prefix)}: the text goes without it")
+        ids = tokenizer.with_prefix(ids)
+    bad = [i for i in ids if i >= config.vocab_size]
+    if bad or not ids:
+        raise Refused(f"{tokenizer.path}: PROMPT becomes {f'id {bad[0]}' if bad else 'no token'}; it cannot be used")
+    return ids
+
+
+def why_stopped(code, counters, tokenizer, max_tokens, settings):
+    if code == INTERRUPTED:
+        return "interrupted"
+    if counters.stop_id is not None:
+        return f"stop token {tokenizer.decode([counters.stop_id])}"
+    return f"NGEN={settings.ngen} reached" if max_tokens == settings.ngen else "CTX is full; raise CTX for more"
+
+
+def write(text):
+    """Text to stdout as UTF-8, whatever the locale says, at once."""
+    if text:
+        sys.stdout.buffer.write(text.encode("utf-8", "replace"))
+        sys.stdout.buffer.flush()

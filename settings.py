@@ -1,0 +1,187 @@
+"""Every environment variable, read once, here. docs/env_vars.md describes each; a test holds the two equal.
+
+Doors (colibri.py, scripts) call Settings.read and hand values down; nothing else looks at the environment.
+"""
+
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from snapshot.errors import Refused
+
+EMBEDDED_SNAPSHOT = Path(__file__).resolve().parent / "models" / "tiny"
+
+# Names of the C engine that mean nothing here yet, or never will: (status, why). Set one and a notice says so.
+NOT_YET = "not built yet"
+MODES_NOT_BUILT = ("SCORE", "SERVE", "REPLAY")
+IGNORED = {
+    "KV_SLOTS": (NOT_YET, "conversations of the server"),
+    "KVSAVE": (NOT_YET, "saved conversations"),
+    "DRAFT": (NOT_YET, "draft tokens per forward"),
+    "MTP": (NOT_YET, "drafts by the multi-token-prediction layer"),
+    "TOPK": (NOT_YET, "fewer experts a token, lossy"),
+    "TOPP": (NOT_YET, "fewer experts a token, lossy"),
+    "PIN": (NOT_YET, "pinned experts"),
+    "PIN_GB": (NOT_YET, "pinned experts"),
+    "AUTOPIN": (NOT_YET, "pinned experts from the usage history"),
+    "REPIN": (NOT_YET, "pinned experts"),
+    "STATS": (NOT_YET, "the usage histogram"),
+    "DIRECT": (NOT_YET, "reads past the page cache"),
+    "DROP": (NOT_YET, "giving page cache back after a read"),
+    "PREFETCH": (NOT_YET, "loading experts before they are asked for"),
+    "SPEC": (NOT_YET, "loading experts before they are asked for"),
+    "PILOT": (NOT_YET, "loading experts the next layer will want"),
+    "PILOT_K": (NOT_YET, "loading experts the next layer will want"),
+    "MLOCK": (NOT_YET, "wired memory"),
+    "CAP_RAISE": ("renamed", "an explicit cap is exact, cap 0 takes what the budget allows"),
+    "CHAT_TEMPLATE": ("renamed", "CHAT=1 turns the template on"),
+    "ABSORB": ("ignored", "attention is absorbed for any number of rows"),
+    "IDOT": ("ignored", "activations are float32"),
+    "DSA": ("ignored", "the indexer runs when the snapshot has one"),
+    "DSA_TOPK": ("ignored", "index_topk of config.json holds"),
+    "DSA_FORCE": ("ignored", "index_topk of config.json holds"),
+    "NOPACK": ("ignored", "a packing check of the C engine"),
+    "LOOKA": ("ignored", "an experiment of the C engine"),
+    "MTP_PRENORM": ("ignored", "an experiment of the C engine"),
+    "MTP_SWAP": ("ignored", "an experiment of the C engine"),
+    "MTP_DEBUG": ("ignored", "an experiment of the C engine"),
+    "COLI_CUDA": ("ignored", "this engine runs on the CPU"),
+    "COLI_GPU": ("ignored", "this engine runs on the CPU"),
+    "COLI_GPUS": ("ignored", "this engine runs on the CPU"),
+    "CUDA_DENSE": ("ignored", "this engine runs on the CPU"),
+    "CUDA_EXPERT_GB": ("ignored", "this engine runs on the CPU"),
+}
+
+USAGE = """\
+usage: [SNAP=folder] MODE python colibri.py [cap] [expert_bits] [dense_bits]
+
+  PROMPT="Once upon a time"   generate text; CHAT=1 puts it in the chat template
+  TF=1                        compare the argmax after every token of REF with the reference
+  (no mode)                   generate from the prompt of REF and compare with the reference
+  REF=file.json               the reference, by default ref_glm.json of the snapshot
+
+cap: expert slots per layer, 0 = what the budget allows; bits: 16 = as stored, 8, 4 or 2 quantise at load.
+Every variable: docs/env_vars.md"""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One field for each variable, named as it is but in lower case; the arguments at the end."""
+
+    snap: str
+    prompt: str | None
+    ref: str | None
+    tf: bool
+    ngen: int
+    ctx: int  # 0 = the smaller of 4096 and what the model was made for
+    chat: bool
+    think: bool
+    prefix: bool
+    temp: float | None  # None = the mode's own: 0.7 for PROMPT
+    nucleus: float
+    seed: int
+    ram_gb: float  # 0 = ask host and cgroup
+    prefill_chunk: int
+    cap: int
+    expert_bits: int
+    dense_bits: int
+    notices: tuple[str, ...]
+
+    @staticmethod
+    def read(arguments, environ=None):
+        """Command-line arguments and the environment -> Settings. Refused for a value that means nothing."""
+        read = EnvironReader(os.environ if environ is None else environ)
+        if len(arguments) > 3:
+            raise Refused(f"{len(arguments)} arguments, at most 3 are known: cap, expert_bits, dense_bits")
+        cap, expert_bits, dense_bits = (*arguments, *("0", "16", "16")[len(arguments) :])
+        values = dict(
+            snap=read.text("SNAP") or str(EMBEDDED_SNAPSHOT),
+            prompt=read.text("PROMPT"),
+            ref=read.text("REF"),
+            tf=read.present("TF"),
+            ngen=read.whole("NGEN", 64, 1, 1 << 31),
+            ctx=read.whole("CTX", 0, 0, 1 << 31),
+            chat=read.flag("CHAT", False),
+            think=read.flag("THINK", False),
+            prefix=read.flag("PREFIX", True),
+            temp=read.temperature("TEMP"),
+            nucleus=read.number("NUCLEUS", 0.90, -1e9, 1e9),
+            seed=read.whole("SEED", time.time_ns() % 2**32, 0, 2**64 - 1),
+            ram_gb=read.number("RAM_GB", 0.0, 0.0, 1e6),
+            prefill_chunk=read.whole("PREFILL_CHUNK", 1024, 1, 1 << 20),
+            cap=read_whole("cap", cap, 0, 1 << 20),
+            expert_bits=read_bits("expert_bits", expert_bits),
+            dense_bits=read_bits("dense_bits", dense_bits),
+        )
+        for name in MODES_NOT_BUILT:
+            if read.present(name):
+                raise Refused(f"{name} is set, and that mode is {NOT_YET}; unset it, docs/env_vars.md lists what works")
+        if values["prompt"] is not None and not values["prompt"].strip():
+            raise Refused("PROMPT is empty; give it some text, or leave it unset")
+        if not read.text("SNAP"):
+            read.notices.insert(0, "[snapshot] SNAP is not set: models/tiny, the embedded model")
+        for name, (status, why) in IGNORED.items():
+            if read.present(name):
+                read.notices.append(f"[env] {name} is {status}: {why}")
+        return Settings(**values, notices=tuple(read.notices))
+
+
+class EnvironReader:
+    """Typed reads of an environment. A variable set to nothing counts as unset, but for TF and PROMPT."""
+
+    def __init__(self, environ):
+        self.environ, self.notices = environ, []
+
+    def text(self, name):
+        return self.environ.get(name)
+
+    def present(self, name):
+        return name in self.environ
+
+    def flag(self, name, default):
+        value = self.environ.get(name, "")
+        if value not in ("", "0", "1"):
+            raise Refused(f"{name}={value!r}: expected 1 (on) or 0 (off)")
+        return default if value == "" else value == "1"
+
+    def whole(self, name, default, low, high):
+        value = self.environ.get(name, "")
+        return default if value == "" else read_whole(name, value, low, high)
+
+    def number(self, name, default, low, high):
+        value = self.environ.get(name, "")
+        if value == "":
+            return default
+        try:
+            number = float(value)
+        except ValueError:
+            number = float("nan")
+        if not low <= number <= high:
+            raise Refused(f"{name}={value!r}: expected a number from {low:g} to {high:g}")
+        return number
+
+    def temperature(self, name):
+        """A TEMP that is not a number is no temperature: other programs use the name for a folder."""
+        value = self.environ.get(name, "")
+        try:
+            return float(value) if value and float(value) >= 0 else None
+        except ValueError:
+            self.notices.append(f"[env] {name}={value!r} is not a number: ignored, as no temperature")
+            return None
+
+
+def read_whole(name, value, low, high):
+    try:
+        number = int(value)
+    except ValueError:
+        number = None
+    if number is None or not low <= number <= high:
+        raise Refused(f"{name}={value!r}: expected a whole number from {low} to {high}")
+    return number
+
+
+def read_bits(name, value):
+    if value not in ("16", "8", "4", "2"):
+        raise Refused(f"{name}={value!r}: expected 16 (as stored), 8, 4 or 2")
+    return int(value)

@@ -1,0 +1,167 @@
+"""config.json -> ModelConfig, frozen and checked. What a model type means stands in families/<model_type>.py."""
+
+import importlib
+import json
+import pkgutil
+from dataclasses import dataclass, replace
+
+from snapshot import families
+from snapshot.errors import Refused
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The numbers of one model, by the field's names. Widths are columns, counts are per layer."""
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    max_positions: int
+    rms_norm_eps: float
+    tie_word_embeddings: bool
+    stop_ids: tuple[int, ...]
+    text_prefix: tuple[str, ...]  # special tokens that begin every text of this family
+    num_mtp_layers: int
+    # attention (MLA)
+    num_heads: int
+    q_lora_rank: int
+    kv_lora_rank: int
+    nope_head_dim: int
+    rope_head_dim: int
+    v_head_dim: int
+    rope_theta: float
+    latent_norm_eps: float
+    attention_bias: bool
+    # DSA indexer: "full" layers own one, "shared" layers reuse the nearest earlier selection
+    indexer_types: tuple[str, ...]
+    index_topk: int
+    index_num_heads: int
+    index_head_dim: int
+    index_norm_eps: float
+    # MLP
+    mlp_types: tuple[str, ...]  # "dense" or "sparse" for each layer
+    intermediate_size: int
+    num_experts: int
+    num_active_experts: int
+    moe_intermediate_size: int
+    num_shared_experts: int
+    num_groups: int
+    num_active_groups: int
+    normalise_weights: bool
+    routed_scaling: float
+
+    @property
+    def qk_head_dim(self):
+        return self.nope_head_dim + self.rope_head_dim
+
+    @property
+    def sparse_layers(self):
+        return tuple(i for i, kind in enumerate(self.mlp_types) if kind == "sparse")
+
+    def layer_is_full(self, layer):
+        """Whether a layer runs its own indexer; the MTP layer, one past the last, always does."""
+        return layer >= self.num_layers or self.indexer_types[layer] == "full"
+
+
+class Fields:
+    """config.json with typed, range-checked reads; every complaint names the file and the key."""
+
+    MISSING = object()
+
+    def __init__(self, raw, path):
+        self.raw, self.path = raw, path
+
+    def refuse(self, key, problem):
+        raise Refused(f"{self.path}: {key} {problem}")
+
+    def get(self, key, default=MISSING):
+        """The value under `key` or the first present of a tuple of aliases; null counts as absent."""
+        keys = key if isinstance(key, tuple) else (key,)
+        for name in keys:
+            if self.raw.get(name) is not None:
+                return self.raw[name]
+        if default is Fields.MISSING:
+            self.refuse(keys[0], "is missing")
+        return default
+
+    def count(self, key, default=MISSING, low=1, high=1 << 24):
+        value = self.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            self.refuse(key, f"is {value!r}, expected a whole number from {low} to {high}")
+        return value
+
+    def number(self, key, default=MISSING, low=0.0, high=1e12):
+        value = self.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
+            self.refuse(key, f"is {value!r}, expected a number from {low:g} to {high:g}")
+        return float(value)
+
+    def flag(self, key, default):
+        value = self.get(key, default)
+        if not isinstance(value, bool):
+            self.refuse(key, f"is {value!r}, expected true or false")
+        return value
+
+    def only(self, key, *allowed):
+        """A key that changes the arithmetic: absent, or one of the values this engine computes."""
+        value = self.get(key, None)
+        if value is not None and value not in allowed:
+            self.refuse(key, f"is {value!r}, this engine computes only {' or '.join(map(repr, allowed))}")
+
+    def words(self, key, allowed, length):
+        """A list of `length` words out of `allowed`, or None when absent."""
+        value = self.get(key, None)
+        if value is None:
+            return None
+        if not isinstance(value, list) or len(value) != length or any(word not in allowed for word in value):
+            self.refuse(key, f"must be a list of {length} entries, each {' or '.join(allowed)}")
+        return tuple(value)
+
+    def ids(self, key, vocab_size):
+        """A token id or a list of them, as a tuple; empty when absent."""
+        value = self.get(key, [])
+        value = value if isinstance(value, list) else [value]
+        for token in value:
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
+                self.refuse(key, f"holds {token!r}, which is no id of a vocabulary of {vocab_size}")
+        return tuple(value)
+
+
+def read_json(path):
+    """A JSON object from a file of the snapshot."""
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise Refused(f"{path}: no such file; SNAP must name a Hugging Face snapshot folder") from None
+    except OSError as error:
+        raise Refused(f"{path}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise Refused(f"{path}: is not valid JSON ({error})") from None
+    if not isinstance(raw, dict):
+        raise Refused(f"{path}: must hold a JSON object")
+    return raw
+
+
+def read_config(folder):
+    """config.json of a snapshot folder -> (ModelConfig, its family module). Refuses an unknown model_type."""
+    path = folder / "config.json"
+    fields = Fields(read_json(path), path)
+    known = sorted(module.name for module in pkgutil.iter_modules(families.__path__))
+    model_type = fields.get("model_type")
+    if model_type not in known:
+        fields.refuse("model_type", f"is {model_type!r}, this engine knows {', '.join(known)}")
+    if fields.get("quantization_config", None) is not None:
+        fields.refuse("quantization_config", "is set; this version reads BF16, F16 and F32 weights only")
+    family = importlib.import_module(f"snapshot.families.{model_type}")
+    config = family.read_config(fields)
+    generation = folder / "generation_config.json"
+    if generation.exists():
+        stop_ids = Fields(read_json(generation), generation).ids("eos_token_id", config.vocab_size)
+        config = add_stop_ids(config, stop_ids)
+    return config, family
+
+
+def add_stop_ids(config, stop_ids):
+    """The config with more stop ids; every declaring file has a say."""
+    return replace(config, stop_ids=tuple(dict.fromkeys(config.stop_ids + tuple(stop_ids))))

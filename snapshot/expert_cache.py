@@ -1,0 +1,130 @@
+"""Step 2 of an expert's way: bytes -> slot. Per-layer slots in one arena, least recently used out, everything counted.
+
+The forward pass asks for expert ids and gets matrices; whether they came from memory or from disk it never learns, so
+the size of the cache changes speed and nothing else.
+"""
+
+import mmap
+import time
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import torch
+
+from kernels.packing import DTYPES, Weight, num_groups, pack, packed_bytes, row_bytes
+from snapshot.expert_disk import PAGE
+
+
+@dataclass(slots=True)
+class CacheCounters:
+    """Unique experts asked for by a layer in one chunk, and what they cost."""
+
+    hits: int = 0
+    misses: int = 0
+    bytes_read: int = 0
+    wait_seconds: float = 0.0
+
+    @property
+    def hit_rate(self):
+        """Share of hits, 0 to 1; 0 before the first request."""
+        return self.hits / max(1, self.hits + self.misses)
+
+
+def slot_bytes(config, disk, bits):
+    """Bytes of one slot, whole pages: an expert as stored (bits 16), or packed at load."""
+    if bits == 16:
+        size = disk.max_expert_bytes
+    else:
+        D, W = config.hidden_size, config.moe_intermediate_size
+        alignment = 3 * 4  # each matrix begins on a float32 boundary
+        size = 2 * packed_bytes(bits, W, D) + packed_bytes(bits, D, W) + alignment
+    return -(-size // PAGE) * PAGE
+
+
+class ExpertCache:
+    """`num_slots` slots for each sparse layer. One thread uses it."""
+
+    def __init__(self, config, disk, num_slots, bits=16):
+        self.disk, self.num_slots, self.bits = disk, num_slots, bits
+        self.slot_bytes = slot_bytes(config, disk, bits)
+        layers = config.sparse_layers
+        # Page-aligned, and pages cost memory only once they are written.
+        self.arena = mmap.mmap(-1, max(PAGE, len(layers) * num_slots * self.slot_bytes))
+        self.bytes = torch.frombuffer(self.arena, dtype=torch.uint8)
+        self.staging = torch.empty(disk.max_expert_bytes, dtype=torch.uint8) if bits < 16 else None
+        self.free = {}
+        for position, layer in enumerate(layers):
+            first = position * num_slots
+            self.free[layer] = [first + i for i in reversed(range(num_slots))]
+        # layer -> expert: (slot, matrices), least recently used first
+        self.resident = {layer: OrderedDict() for layer in layers}
+        self.counters = CacheCounters()
+
+    def stream(self, layer, experts):
+        """Yield (expert, (gate, up, down)) for ascending distinct `experts`.
+
+        The matrices are good until the next one is asked for. An expert that is still to come in this call is not
+        evicted while another can be; when all are still to come, the one needed last goes.
+        """
+        resident, waiting = self.resident[layer], set(experts)
+        for expert in experts:
+            waiting.discard(expert)
+            if expert in resident:
+                self.counters.hits += 1
+                resident.move_to_end(expert)
+            else:
+                self.counters.misses += 1
+                slot = self.take_slot(layer, waiting)
+                started = time.perf_counter()
+                resident[expert] = slot, self.load(layer, expert, slot)
+                self.counters.wait_seconds += time.perf_counter() - started
+            yield expert, resident[expert][1]
+
+    def take_slot(self, layer, waiting):
+        """A free slot of the layer, or that of the expert to evict."""
+        if self.free[layer]:
+            return self.free[layer].pop()
+        resident = self.resident[layer]
+        victim = next((expert for expert in resident if expert not in waiting), None)
+        if victim is None:
+            victim = max(resident)
+        return resident.pop(victim)[0]
+
+    def load(self, layer, expert, slot):
+        """Read one expert into a slot -> its (gate, up, down) as Weights over the arena."""
+        region = self.bytes[slot * self.slot_bytes : (slot + 1) * self.slot_bytes]
+        try:
+            if self.bits == 16:
+                place = self.disk.read(layer, expert, memoryview(region.numpy()))
+                matrices = tuple(as_weight(region, piece) for piece in place.pieces)
+            else:
+                place = self.disk.read(layer, expert, memoryview(self.staging.numpy()))
+                matrices = self.pack_into(region, [as_weight(self.staging, piece) for piece in place.pieces])
+        except BaseException:
+            self.free[layer].append(slot)  # a failed read costs no slot
+            raise
+        self.counters.bytes_read += sum(run.num_bytes for run in place.runs)
+        return matrices
+
+    def pack_into(self, region, stored):
+        """Pack three matrices one after the other into a slot."""
+        matrices, at = [], 0
+        for weight in stored:
+            packed = pack(weight.widen(), self.bits)
+            data_bytes = weight.rows * row_bytes(self.bits, weight.columns)
+            scale_bytes = weight.rows * num_groups(weight.columns) * 4
+            scales = region[at : at + scale_bytes].view(torch.float32).view(weight.rows, -1)
+            data = region[at + scale_bytes : at + scale_bytes + data_bytes].view(packed.data.dtype)
+            data = data.view(weight.rows, -1)
+            scales.copy_(packed.scales)
+            data.copy_(packed.data)
+            matrices.append(Weight(data, weight.columns, self.bits, scales))
+            at += scale_bytes + -(-data_bytes // 4) * 4  # the next scales stay aligned
+        return tuple(matrices)
+
+
+def as_weight(buffer, piece):
+    """A matrix as stored, seen in the buffer it was read into."""
+    rows, columns = piece.shape
+    size = rows * columns * DTYPES[piece.dtype].itemsize
+    return Weight(buffer[piece.at : piece.at + size].view(DTYPES[piece.dtype]).view(rows, columns), columns)

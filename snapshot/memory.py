@@ -1,0 +1,84 @@
+"""How much RAM there is: what host and cgroup leave, and what this process holds. Bytes everywhere."""
+
+from pathlib import Path
+
+import psutil
+
+CGROUP_ROOT = Path("/sys/fs/cgroup")
+UNLIMITED = 1 << 60  # cgroup v1 writes "no limit" as a number near 2^63
+
+
+def rss_bytes():
+    """Resident memory of this process."""
+    return psutil.Process().memory_info().rss
+
+
+def available_bytes():
+    """The least of what the host and every cgroup above us leave; None when nothing can be read."""
+    candidates = []
+    try:
+        candidates.append(psutil.virtual_memory().available)
+    except (OSError, ValueError):  # a host without a readable /proc/meminfo
+        pass
+    candidates += [limit - used for limit, used in cgroup_usage()]
+    return max(0, min(candidates)) or None if candidates else None
+
+
+def cgroup_usage():
+    """(limit, bytes that count against it) of every limited cgroup from ours up to the root, v2 and v1.
+
+    Inactive file pages are given back under pressure, so they are not held against us.
+    """
+    out = []
+    for folder, names in cgroup_folders():
+        limit_name, used_name, inactive_key = names
+        limit = read_number(folder / limit_name)
+        used = read_number(folder / used_name)
+        if limit is None or used is None or limit >= UNLIMITED:
+            continue
+        out.append((limit, used - read_stat(folder / "memory.stat", inactive_key)))
+    return out
+
+
+def cgroup_folders():
+    """(folder, file names) for our cgroup and each ancestor, in both hierarchies."""
+    v2 = ("memory.max", "memory.current", "inactive_file")
+    v1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        hierarchy, controllers, path = line.split(":", 2)
+        if hierarchy == "0":
+            root, names = CGROUP_ROOT, v2
+        elif "memory" in controllers.split(","):
+            root, names = CGROUP_ROOT / "memory", v1
+        else:
+            continue
+        folder = root / path.lstrip("/")
+        # In a container the path may name a place outside its own view; the root of the view then holds the limit.
+        while True:
+            yield folder, names
+            if folder == root or root not in folder.parents:
+                break
+            folder = folder.parent
+
+
+def read_number(path):
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
+
+
+def read_stat(path, key):
+    try:
+        for line in path.read_text().splitlines():
+            name, _, value = line.partition(" ")
+            if name == key:
+                return int(value)
+    except (OSError, ValueError):
+        pass
+    return 0
