@@ -41,7 +41,7 @@ def run(settings):
         print(USAGE, file=sys.stderr)
         return 2
     loaded = load_model(settings)
-    announce(settings, loaded)
+    announce(loaded)
     return mode(settings, loaded)
 
 

@@ -12,6 +12,8 @@ from snapshot.errors import Refused
 
 EMBEDDED_SNAPSHOT = Path(__file__).resolve().parent / "models" / "tiny"
 
+VARIABLES = "SNAP PROMPT REF TF NGEN CTX CHAT THINK PREFIX TEMP NUCLEUS SEED RAM_GB PREFILL_CHUNK".split()
+
 # Names of the C engine that mean nothing here yet, or never will: (status, why). Set one and a notice says so.
 NOT_YET = "not built yet"
 MODES_NOT_BUILT = ("SCORE", "SERVE", "REPLAY")

@@ -22,7 +22,8 @@ class DecodeCounters:
 
     @property
     def tokens_per_forward(self):
-        return self.tokens / max(1, self.forwards)
+        """Tokens of the forwards after the prefill, which paid for the first one; 0 before any."""
+        return (self.tokens - 1) / self.forwards if self.forwards else 0.0
 
 
 def spec_decode(model, kv, prompt_ids, sampler, max_tokens, stop_ids=(), draft=None, progress=None, counters=None):

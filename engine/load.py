@@ -25,6 +25,11 @@ class Loaded:
     plan: Plan
     context: int  # positions of a KV state
     notices: tuple[str, ...]  # one line each, for stderr
+    reader: Reader
+
+    def close(self):
+        """Close the snapshot's files; experts that are not in the cache can no longer be read."""
+        self.reader.close()
 
 
 def load_model(settings):
@@ -43,7 +48,7 @@ def load_model(settings):
     experts = ExpertCache(config, disk, plan.num_slots, settings.expert_bits)
     model = Model(config, weights, experts, settings.prefill_chunk)
     notices = list_notices(settings, config, family, index, resident, plan, context)
-    return Loaded(model, folder, plan, context, notices)
+    return Loaded(model, folder, plan, context, notices, reader)
 
 
 def list_notices(settings, config, family, index, resident, plan, context):

@@ -8,7 +8,7 @@ T rows, S key positions, D columns, H heads, K chosen positions or experts, L la
 import torch
 import torch.nn.functional as F
 
-# A matrix is widened to float32 a block of rows at a time, so that the output head of a large model costs no second copy.
+# A matrix is widened to float32 a block of rows at a time: the output head of a large model costs no second copy.
 WIDEN_BYTES = 32 << 20
 
 

@@ -18,7 +18,7 @@ def say(line):
     print(clear + line, file=sys.stderr, flush=True)
 
 
-def announce(settings, loaded):
+def announce(loaded):
     """What was loaded and how: the first lines of every mode."""
     config, plan = loaded.model.config, loaded.plan
     say(
@@ -46,37 +46,36 @@ class Run:
     def __init__(self, model, counters):
         self.model, self.counters = model, counters
         self.started = time.perf_counter()
-        self.prefilled = None
+        self.prefilled = None  # when the first token came
 
     def on_token(self):
         """Call for each token as it comes; every 16 tokens it says how things go."""
         if self.prefilled is None:
             self.prefilled = time.perf_counter()
         if self.counters.tokens % HEARTBEAT_EVERY == 0:
-            c = self.counters
-            hit, speed = self.model.experts.counters.hit_rate, self.decode_speed()
-            say(
-                f"[t={c.tokens}  RSS {rss_bytes() / 1e9:.2f} GB  hit {hit:.1%}  {speed:.1f} tok/s  "
-                f"{c.tokens_per_forward:.2f} tok/fw]"
-            )
+            say(f"[t={self.counters.tokens}  {self.state(self.decode_seconds())}]")
 
-    def decode_speed(self):
-        """Tokens a second after the first, which the prefill paid for."""
-        seconds = time.perf_counter() - (self.prefilled or self.started)
-        return max(0, self.counters.tokens - 1) / seconds if seconds > 0 else 0.0
+    def decode_seconds(self):
+        return time.perf_counter() - self.prefilled if self.prefilled else 0.0
+
+    def state(self, decode_seconds):
+        """RSS, hit rate, speed after the first token (which the prefill paid for), tokens per forward."""
+        c = self.counters
+        speed = (c.tokens - 1) / decode_seconds if c.tokens > 1 else 0.0
+        return (
+            f"RSS {rss_bytes() / 1e9:.2f} GB  hit {self.model.experts.counters.hit_rate:.1%}  "
+            f"{speed:.1f} tok/s  {c.tokens_per_forward:.2f} tok/fw"
+        )
 
     def summary(self, num_prompt_ids):
         """The statistics at the end, and the profile."""
-        end = time.perf_counter()
-        prefill = (self.prefilled or end) - self.started
-        decode, c, cache = end - self.started - prefill, self.counters, self.model.experts.counters
-        speed = f"{max(0, c.tokens - 1) / decode:.1f} tok/s" if decode > 0 and c.tokens > 1 else "- tok/s"
+        elapsed, decode = time.perf_counter() - self.started, self.decode_seconds()
+        read = self.model.experts.counters.bytes_read / 1e9
         say(
-            f"[done] prompt {num_prompt_ids} tokens in {prefill:.2f} s | {c.tokens} tokens in {decode:.2f} s | {speed} | "
-            f"{c.tokens_per_forward:.2f} tok/fw | hit {cache.hit_rate:.1%} | read {cache.bytes_read / 1e9:.3f} GB | "
-            f"RSS {rss_bytes() / 1e9:.2f} GB"
+            f"[done] prompt: {num_prompt_ids} tokens in {elapsed - decode:.2f} s | answer: {self.counters.tokens} tokens "
+            f"in {decode:.2f} s | read {read:.3f} GB | {self.state(decode)}"
         )
-        say(profile_line(self.model, end - self.started))
+        say(profile_line(self.model, elapsed))
 
 
 def profile_line(model, elapsed):

@@ -3,10 +3,10 @@
     pip install torch transformers==5.24.0
     OMP_NUM_THREADS=1 python scripts/make_reference.py models/tiny --prompt "In the beginning" --tokens 48
 
-The reference is float32 with eager attention and eager experts on one thread: plain loops, no fused kernel. ref_glm.json
-has prompt_ids, full_ids (prompt and continuation, EOS ignored) and tf_pred (the argmax after each id of full_ids, from
-one forward over all of them). stdout gets the continuation and the smallest top-1/top-2 margin, the nearest decision
-that another engine has to reproduce.
+The reference is float32 with eager attention and eager experts on one thread: plain loops, no fused kernel.
+ref_glm.json has prompt_ids, full_ids (prompt and continuation, EOS ignored) and tf_pred (the argmax after each id of
+full_ids, from one forward over all of them). stdout gets the continuation and the smallest top-1/top-2 margin, the
+nearest decision that another engine has to reproduce.
 """
 
 import argparse
@@ -23,7 +23,7 @@ PREFIX = ("[gMASK]", "<sop>")
 
 
 def load_model(folder: str | Path) -> torch.nn.Module:
-    """The snapshot in float32. A tensor too many or too few is an error, except the MTP layer, which is not run here."""
+    """The snapshot in float32. Tensors too many or too few are an error, except the MTP layer, not run here."""
     torch.set_num_threads(1)
     logging.set_verbosity_error()  # its load report lists every MTP tensor; the check below replaces it
     logging.disable_progress_bar()
@@ -75,8 +75,8 @@ def compute_reference(model: torch.nn.Module, prompt_ids: list[int], num_tokens:
     for i, margin in enumerate(margins, first):
         if tf_pred[i] != full_ids[i + 1]:
             raise ValueError(
-                f"position {i}: one forward says {tf_pred[i]}, step by step says {full_ids[i + 1]} (margin {margin:.2g}):"
-                " too close to call, take another prompt or fewer tokens"
+                f"position {i}: one forward says {tf_pred[i]}, step by step {full_ids[i + 1]} (margin {margin:.2g})"
+                ": too close to call, take another prompt or fewer tokens"
             )
     return {"prompt_ids": list(prompt_ids), "full_ids": full_ids, "tf_pred": tf_pred}, min(margins)
 

@@ -1,10 +1,12 @@
 """How much RAM there is: what host and cgroup leave, and what this process holds. Bytes everywhere."""
 
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 
 CGROUP_ROOT = Path("/sys/fs/cgroup")
+CGROUP_SELF = Path("/proc/self/cgroup")
 UNLIMITED = 1 << 60  # cgroup v1 writes "no limit" as a number near 2^63
 
 
@@ -16,10 +18,8 @@ def rss_bytes():
 def available_bytes():
     """The least of what the host and every cgroup above us leave; None when nothing can be read."""
     candidates = []
-    try:
+    with suppress(OSError, ValueError):  # a host without a readable /proc/meminfo
         candidates.append(psutil.virtual_memory().available)
-    except (OSError, ValueError):  # a host without a readable /proc/meminfo
-        pass
     candidates += [limit - used for limit, used in cgroup_usage()]
     return max(0, min(candidates)) or None if candidates else None
 
@@ -45,7 +45,7 @@ def cgroup_folders():
     v2 = ("memory.max", "memory.current", "inactive_file")
     v1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
     try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
+        lines = CGROUP_SELF.read_text().splitlines()
     except OSError:
         return
     for line in lines:
@@ -74,11 +74,9 @@ def read_number(path):
 
 
 def read_stat(path, key):
-    try:
+    with suppress(OSError, ValueError):
         for line in path.read_text().splitlines():
             name, _, value = line.partition(" ")
             if name == key:
                 return int(value)
-    except (OSError, ValueError):
-        pass
     return 0

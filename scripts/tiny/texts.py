@@ -46,9 +46,8 @@ def read_shakespeare(folder):
 
 def read_jargon(path):
     """Runs of about twenty dictionary entries; the lists and the tables before and after them are left out."""
-    raw = gzip.open(path, "rt", encoding="utf-8") if str(path).endswith(".gz") else open(path, encoding="utf-8")
-    with raw as file:
-        text = file.read()
+    data = Path(path).read_bytes()
+    text = (gzip.decompress(data) if str(path).endswith(".gz") else data).decode("utf-8")
     text = text.replace("“", '"').replace("”", '"').replace("’", "'").replace("‘", "'").replace("—", "--")
     text = re.sub(r"[{}]", "", "\n".join(line.strip() for line in text.split("\n")))
     entries = re.split(r"\n(?=:[^:\n]{1,40}: )", text)

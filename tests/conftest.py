@@ -1,0 +1,119 @@
+"""Shared fixtures: a clean environment, the tiny reference models, and models loaded from them."""
+
+import gc
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+
+ROOT = Path(__file__).resolve().parents[1]
+FIXTURES = ROOT / "tests" / "fixtures"
+# The oracles of the reference implementation; _dense is the same weights with the indexer at rest.
+ORACLES = ("glm_moe_dsa", "glm_moe_dsa_dense", "glm_moe_dsa_mtp", "glm_moe_dsa_groups")
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch):
+    """No variable of the engine leaks in from the shell, none out of a test."""
+    from settings import IGNORED, MODES_NOT_BUILT, VARIABLES
+
+    for name in (*VARIABLES, *IGNORED, *MODES_NOT_BUILT):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(autouse=True)
+def no_leaks():
+    """A test leaves no open file and no thread behind."""
+
+    def open_files():
+        return {os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")}
+
+    files, threads = open_files(), threading.active_count()
+    yield
+    gc.collect()
+    leaked = [name for name in open_files() - files if name.endswith((".safetensors", ".json"))]
+    assert not leaked, f"files left open: {leaked}"
+    assert threading.active_count() <= threads, "threads left running"
+
+
+@pytest.fixture(scope="session")
+def oracle_folder(tmp_path_factory):
+    """name -> a snapshot folder of that oracle."""
+    dense = tmp_path_factory.mktemp("oracles") / "glm_moe_dsa_dense"
+    shutil.copytree(FIXTURES / "glm_moe_dsa_dense", dense)
+    shutil.copy(FIXTURES / "glm_moe_dsa" / "model.safetensors", dense)
+    return lambda name: dense if name == "glm_moe_dsa_dense" else FIXTURES / name
+
+
+@pytest.fixture
+def load(monkeypatch):
+    """load(folder, cap=0, **variables) -> Loaded; closed when the test ends."""
+    from engine.load import load_model
+    from settings import Settings
+
+    opened = []
+
+    def load(folder, cap=0, expert_bits=16, dense_bits=16, **variables):
+        environ = {"SNAP": str(folder)} | {name: str(value) for name, value in variables.items()}
+        settings = Settings.read([str(cap), str(expert_bits), str(dense_bits)], environ)
+        opened.append(load_model(settings))
+        return opened[-1]
+
+    yield load
+    for loaded in opened:
+        loaded.close()
+
+
+@pytest.fixture
+def run_colibri(tmp_path):
+    """run_colibri(*arguments, **variables) -> the finished process of `python colibri.py`."""
+
+    def run(*arguments, timeout=120, cwd=ROOT, **variables):
+        # HOME and PATH alone: what the engine needs it must be told by the test.
+        environ = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+        environ |= {"PYTHONDONTWRITEBYTECODE": "1"} | {name: str(value) for name, value in variables.items()}
+        return subprocess.run(
+            [sys.executable, str(ROOT / "colibri.py"), *map(str, arguments)],
+            env=environ,
+            cwd=cwd,
+            capture_output=True,
+            timeout=timeout,
+        )
+
+    return run
+
+
+def read_json(path):
+    return json.loads(path.read_text())
+
+
+def reference(name):
+    """ref.json and the tensors of ref.safetensors of an oracle."""
+    folder = FIXTURES / name / "expected"
+    return read_json(folder / "ref.json"), safetensors.torch.load_file(folder / "ref.safetensors")
+
+
+def write_fused(folder, out):
+    """A copy of a snapshot with the experts of each layer in two 3-D tensors, as transformers keeps them in memory."""
+    import torch
+
+    shutil.copytree(folder, out, dirs_exist_ok=True)
+    tensors = safetensors.torch.load_file(folder / "model.safetensors")
+    experts = {}
+    for name in [name for name in tensors if ".mlp.experts." in name]:
+        layer, rest = name.split(".mlp.experts.")
+        expert, matrix, _ = rest.split(".")
+        experts.setdefault(layer, {})[int(expert), matrix] = tensors.pop(name)
+    for layer, parts in experts.items():
+        count = 1 + max(expert for expert, _ in parts)
+        gate_up = [torch.cat([parts[e, "gate_proj"], parts[e, "up_proj"]]) for e in range(count)]
+        tensors[f"{layer}.mlp.experts.gate_up_proj"] = torch.stack(gate_up)
+        tensors[f"{layer}.mlp.experts.down_proj"] = torch.stack([parts[e, "down_proj"] for e in range(count)])
+    safetensors.torch.save_file(tensors, out / "model.safetensors")
+    return out

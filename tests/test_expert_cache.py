@@ -1,0 +1,85 @@
+"""The expert cache: who stays, who goes, and what is counted."""
+
+import pytest
+import safetensors.torch
+import torch
+
+from kernels.packing import packed_bytes
+from tests.conftest import FIXTURES
+
+LAYER = 2
+
+
+@pytest.fixture
+def cache_of(load):
+    return lambda cap, **options: load(FIXTURES / "glm_moe_dsa", cap=cap, **options).model.experts
+
+
+def ask(cache, experts, layer=LAYER):
+    """Ask for experts -> the hits and misses that cost."""
+    before = cache.counters.hits, cache.counters.misses
+    for expert, matrices in cache.stream(layer, experts):
+        assert [m.rows for m in matrices] == [32, 32, 64] and expert in experts
+    return cache.counters.hits - before[0], cache.counters.misses - before[1]
+
+
+def test_the_least_recently_used_goes(cache_of):
+    cache = cache_of(3)
+    assert ask(cache, [0, 1, 2]) == (0, 3)
+    assert ask(cache, [0]) == (1, 0)
+    assert ask(cache, [3]) == (0, 1)  # 1 was used longest ago
+    assert list(cache.resident[LAYER]) == [2, 0, 3]
+    assert ask(cache, [0, 2, 3]) == (3, 0)
+
+
+def test_an_expert_still_to_come_is_not_evicted(cache_of):
+    """Plain LRU over an ascending sweep would miss every time; here what is resident is used first."""
+    cache = cache_of(3)
+    ask(cache, [4, 5, 6])
+    assert ask(cache, [0, 1, 4, 5, 6]) == (2, 3)  # 0 takes the place of 6, needed last; 1 that of 0
+    cache = cache_of(4)
+    ask(cache, [4, 5, 6, 7])
+    assert ask(cache, [0, 4, 5, 6]) == (3, 1)  # 7 is not wanted: it goes
+
+
+def test_layers_have_slots_of_their_own(cache_of):
+    cache = cache_of(1)
+    assert ask(cache, [3], layer=1) == ask(cache, [3], layer=4) == (0, 1)
+    assert ask(cache, [3], layer=1) == ask(cache, [3], layer=4) == (1, 0)
+
+
+def test_bytes_are_counted_as_read(cache_of):
+    cache = cache_of(2)
+    ask(cache, [0, 1, 0])
+    assert cache.counters.bytes_read == 2 * 3 * 32 * 64 * 2
+    assert cache.counters.hit_rate == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize("cap", [1, 2, 8])
+def test_matrices_are_the_bytes_of_the_file(cache_of, cap):
+    cache = cache_of(cap)
+    tensors = safetensors.torch.load_file(FIXTURES / "glm_moe_dsa" / "model.safetensors")
+    for experts in ([0, 3, 7], [1, 3, 5, 6], [0, 7]):
+        for expert, matrices in cache.stream(LAYER, experts):
+            for word, matrix in zip(("gate", "up", "down"), matrices, strict=True):
+                name = f"model.layers.{LAYER}.mlp.experts.{expert}.{word}_proj.weight"
+                assert torch.equal(matrix.data, tensors[name])
+
+
+def test_the_arena_is_allocated_up_front(cache_of):
+    cache = cache_of(2)
+    assert len(cache.arena) == 4 * 2 * cache.slot_bytes  # four sparse layers
+    assert cache.slot_bytes % 4096 == 0 and cache.slot_bytes >= 3 * 32 * 64 * 2
+
+
+@pytest.mark.parametrize("bits", [8, 4, 2])
+def test_packed_slots_hold_what_packing_the_file_gives(cache_of, bits):
+    from kernels.packing import pack
+
+    cache = cache_of(1, expert_bits=bits)
+    tensors = safetensors.torch.load_file(FIXTURES / "glm_moe_dsa" / "model.safetensors")
+    for expert, matrices in cache.stream(LAYER, [2, 5]):
+        for word, matrix in zip(("gate", "up", "down"), matrices, strict=True):
+            stored = tensors[f"model.layers.{LAYER}.mlp.experts.{expert}.{word}_proj.weight"]
+            assert torch.equal(matrix.widen(), pack(stored.float(), bits).widen())
+            assert matrix.num_bytes == packed_bytes(bits, *stored.shape)
