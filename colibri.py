@@ -3,9 +3,11 @@
     PROMPT="In the beginning" python colibri.py
     SNAP=/models/glm-5.2 PROMPT="..." python colibri.py [cap] [expert_bits] [dense_bits]
 
-Exit code 0: done. 1: a check failed. 2: bad usage or a bad snapshot, said in one line. 130: interrupted.
+Exit code 0: done. 1: a check failed. 2: bad usage or a bad snapshot, said in one line. 130: interrupted. 141: whoever
+read stdout went away.
 """
 
+import os
 import sys
 
 from settings import USAGE, Settings
@@ -22,6 +24,11 @@ def main(arguments):
         return 2
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:
+        # The reader of stdout went away. What is still buffered has nowhere to go: point stdout at nothing, so that
+        # the interpreter does not complain about it on the way out.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
 
 
 def run(settings):

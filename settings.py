@@ -3,6 +3,7 @@
 Doors (colibri.py, scripts) call Settings.read and hand values down; nothing else looks at the environment.
 """
 
+import math
 import os
 import time
 from dataclasses import dataclass
@@ -136,7 +137,12 @@ class EnvironReader:
         self.environ, self.notices = environ, []
 
     def text(self, name):
-        return self.environ.get(name)
+        """The value as UTF-8, whatever the locale made of its bytes."""
+        value = self.environ.get(name)
+        try:
+            return None if value is None else os.fsencode(value).decode("utf-8")
+        except UnicodeError:
+            raise Refused(f"{name} is not valid UTF-8; check the terminal's encoding") from None
 
     def present(self, name):
         return name in self.environ
@@ -167,10 +173,13 @@ class EnvironReader:
         """A TEMP that is not a number is no temperature: other programs use the name for a folder."""
         value = self.environ.get(name, "")
         try:
-            return float(value) if value and float(value) >= 0 else None
+            number = float(value or -1)
+            if math.isfinite(number):
+                return number if number >= 0 else None
         except ValueError:
-            self.notices.append(f"[env] {name}={value!r} is not a number: ignored, as no temperature")
-            return None
+            pass
+        self.notices.append(f"[env] {name}={value!r} is not a number: ignored, as no temperature")
+        return None
 
 
 def read_whole(name, value, low, high):

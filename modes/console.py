@@ -70,10 +70,10 @@ class Run:
     def summary(self, num_prompt_ids):
         """The statistics at the end, and the profile."""
         elapsed, decode = time.perf_counter() - self.started, self.decode_seconds()
-        read = self.model.experts.counters.bytes_read / 1e9
+        read, num_tokens = self.model.experts.counters.bytes_read / 1e9, self.counters.tokens
         say(
-            f"[done] prompt: {num_prompt_ids} tokens in {elapsed - decode:.2f} s | answer: {self.counters.tokens} tokens "
-            f"in {decode:.2f} s | read {read:.3f} GB | {self.state(decode)}"
+            f"[done] prompt: {num_prompt_ids} tokens in {elapsed - decode:.2f} s | answer: {num_tokens} tokens in "
+            f"{decode:.2f} s | read {read:.3f} GB | {self.state(decode)}"
         )
         say(profile_line(self.model, elapsed))
 

@@ -1,0 +1,116 @@
+"""The house: imports go one way, the environment is read once, documents and code say the same."""
+
+import ast
+import re
+import subprocess
+
+import pytest
+
+from settings import IGNORED, MODES_NOT_BUILT, VARIABLES
+from tests.conftest import ROOT
+
+ROOMS = ["kernels", "snapshot", "forward", "engine", "modes"]  # an import may point to the left, or stay
+MAX_LINES = 600
+
+
+def project_files(pattern="*"):
+    """What git tracks or would track, so that caches and virtual environments do not count."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard", pattern], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return sorted(path for path in listed.stdout.split("\n") if path and (ROOT / path).exists())
+
+
+def imports_of(path):
+    for node in ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module
+
+
+def test_imports_go_one_way():
+    files = [path for path in project_files("*.py") if path.split("/")[0] in ROOMS]
+    assert len(files) > 20
+    for path in files:
+        room = ROOMS.index(path.split("/")[0])
+        for name in imports_of(path):
+            top = name.split(".")[0]
+            assert top not in ("settings", "colibri", "scripts", "tests"), f"{path} imports the door {name}"
+            assert top not in ROOMS or ROOMS.index(top) <= room, f"{path} imports {name}: an arrow back"
+            assert top not in ("transformers", "openai", "lm_eval"), (
+                f"{path} imports {name}, a tool of tests and scripts"
+            )
+
+
+def test_kernels_know_arrays_alone():
+    for path in project_files("kernels/*.py"):
+        assert {name.split(".")[0] for name in imports_of(path)} <= {"torch", "dataclasses", "kernels"}
+
+
+def test_the_environment_is_read_in_settings_alone():
+    for path in project_files("*.py"):
+        if path == "settings.py" or path.startswith("tests/"):
+            continue
+        assert not re.search(r"\bos\.(environ|getenv)\b", (ROOT / path).read_text(encoding="utf-8")), path
+
+
+def test_files_stay_readable():
+    for path in project_files("*.py"):
+        text = (ROOT / path).read_text(encoding="utf-8")
+        assert text.count("\n") <= MAX_LINES, f"{path} is too long: split it by stage"
+        if text.strip():
+            assert ast.get_docstring(ast.parse(text)), f"{path} does not say what it is"
+
+
+def documented_variables():
+    """name -> status, from the headings and the table of docs/env_vars.md."""
+    text = (ROOT / "docs" / "env_vars.md").read_text(encoding="utf-8")
+    built = re.findall(r"^### `(\w+)`", text, re.MULTILINE)
+    table = dict(re.findall(r"^\| `(\w+)` \| ([\w ]+?) \|", text, re.MULTILINE))
+    return built, table
+
+
+def test_the_page_of_variables_equals_settings():
+    built, table = documented_variables()
+    assert built == list(VARIABLES)
+    assert table == {name: status for name, (status, _) in IGNORED.items()} | dict.fromkeys(
+        MODES_NOT_BUILT, "not built yet"
+    )
+
+
+def test_every_variable_is_really_read():
+    from settings import EnvironReader, Settings
+
+    asked = set()
+
+    class Recording(dict):
+        def get(self, name, *default):
+            asked.add(name)
+            return super().get(name, *default)
+
+        def __contains__(self, name):
+            asked.add(name)
+            return False
+
+    Settings.read([], Recording())
+    assert asked == {*VARIABLES, *IGNORED, *MODES_NOT_BUILT}
+    assert EnvironReader({}).notices == []
+
+
+@pytest.mark.parametrize("path", [p for p in project_files() if not p.startswith(("tests/fixtures/", "models/tiny/"))])
+def test_the_readme_holds_every_file(path):
+    """Each file has a line in the tree; an __init__.py that is empty needs none."""
+    if path.endswith("__init__.py") and not (ROOT / path).read_text().strip():
+        return
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    tree = readme.split("```text")[1].split("```")[0]
+    assert re.search(rf"(?<![\w./-]){re.escape(path.split('/')[-1])}(?![\w.])", tree), f"{path} is not in README's tree"
+
+
+def test_the_readme_names_no_file_that_is_gone():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    tree = readme.split("```text")[1].split("```")[0]
+    names = {path.split("/")[-1] for path in project_files()}
+    for name in re.findall(r"[\w.-]+\.(?:py|md|toml|txt|jinja|json|safetensors)\b", tree):
+        assert name in names, f"README's tree names {name}"
