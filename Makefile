@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PROMPT ?= In the beginning
 
-.PHONY: help setup run test lint clean
+.PHONY: help setup run test test-slow lint clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /  make \1\t/' | expand -t 20
@@ -24,6 +24,9 @@ run: setup  ## generate text with the embedded model; PROMPT="..." make run
 
 test: setup  ## the tests: no network, no GPU, a few minutes
 	$(BIN)/python -m pytest -q
+
+test-slow: setup  ## soaks and big files: some minutes, 1.5 GB of disk
+	$(BIN)/python -m pytest -q -m slow
 
 lint: setup  ## ruff: rules and format
 	$(BIN)/ruff check .

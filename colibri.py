@@ -3,27 +3,36 @@
     PROMPT="In the beginning" python colibri.py
     SNAP=/models/glm-5.2 PROMPT="..." python colibri.py [cap] [expert_bits] [dense_bits]
 
-Exit code 0: done. 1: a check failed. 2: bad usage or a bad snapshot, said in one line. 130: interrupted. 141: whoever
-read stdout went away.
+Exit code 0: done. 1: a check failed, or the numbers broke down. 2: bad usage or a bad snapshot, said in one line.
+130: interrupted. 141: whoever read stdout went away. 143: terminated.
 """
 
 import os
+import signal
 import sys
 
 from settings import USAGE, Settings
 from snapshot.errors import Refused
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM: ends a run as Ctrl-C does, with its statistics."""
+
+
+def terminate(*_):
+    raise Terminated
+
+
 def main(arguments):
     """Command-line arguments -> exit code."""
+    signal.signal(signal.SIGTERM, terminate)
     try:
-        settings = Settings.read(arguments)
-        return run(settings)
+        return run(Settings.read(arguments))
     except Refused as error:
         print(f"colibri: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        return 130
+    except KeyboardInterrupt as error:
+        return 143 if isinstance(error, Terminated) else 130
     except BrokenPipeError:
         # The reader of stdout went away. What is still buffered has nowhere to go: point stdout at nothing, so that
         # the interpreter does not complain about it on the way out.
@@ -35,21 +44,37 @@ def run(settings):
     """Load the model and hand it to the mode the settings ask for."""
     # Imported here: torch takes a second or two, and a mistyped variable should not wait for it.
     from engine.load import load_model
-    from modes.console import announce, say
+    from forward.finite import NonFinite
+    from modes.console import Terminal, announce, say, say_warnings
     from modes.oracle import run_oracle
     from modes.reference import reference_path
+    from modes.replay import run_replay
+    from modes.score import run_score
     from modes.teacher_forcing import forward_all
     from modes.text import run_text
 
-    mode = run_text if settings.prompt is not None else forward_all if settings.tf else run_oracle
+    if settings.score:
+        mode = run_score
+    elif settings.prompt is not None:
+        mode = run_text
+    elif settings.replay:
+        mode = run_replay
+    else:
+        mode = forward_all if settings.tf else run_oracle
+    Terminal.has_bar = sys.stderr.isatty() and not settings.dumb
     for notice in settings.notices:
         say(notice)
-    if mode is not run_text and not settings.ref and not reference_path(settings).exists():
+    if mode not in (run_score, run_text) and not settings.ref and not reference_path(settings).exists():
         print(USAGE, file=sys.stderr)
         return 2
     loaded = load_model(settings)
     announce(loaded)
-    return mode(settings, loaded)
+    say_warnings()
+    try:
+        return mode(settings, loaded)
+    except NonFinite as error:
+        say(f"colibri: {error}")
+        return 1
 
 
 if __name__ == "__main__":

@@ -13,18 +13,19 @@ from snapshot.errors import Refused
 
 EMBEDDED_SNAPSHOT = Path(__file__).resolve().parent / "models" / "tiny"
 
-VARIABLES = "SNAP PROMPT REF TF NGEN CTX CHAT THINK PREFIX TEMP NUCLEUS SEED RAM_GB PREFILL_CHUNK".split()
+VARIABLES = (
+    "SNAP SCORE PROMPT REF REPLAY TF REPORT NGEN CTX CHAT THINK PREFIX "
+    "TEMP NUCLEUS SEED RAM_GB PREFILL_CHUNK TOPK TOPP TERM"
+).split()
 
 # Names of the C engine that mean nothing here yet, or never will: (status, why). Set one and a notice says so.
 NOT_YET = "not built yet"
-MODES_NOT_BUILT = ("SCORE", "SERVE", "REPLAY")
+MODES_NOT_BUILT = ("SERVE",)
 IGNORED = {
     "KV_SLOTS": (NOT_YET, "conversations of the server"),
     "KVSAVE": (NOT_YET, "saved conversations"),
     "DRAFT": (NOT_YET, "draft tokens per forward"),
     "MTP": (NOT_YET, "drafts by the multi-token-prediction layer"),
-    "TOPK": (NOT_YET, "fewer experts a token, lossy"),
-    "TOPP": (NOT_YET, "fewer experts a token, lossy"),
     "PIN": (NOT_YET, "pinned experts"),
     "PIN_GB": (NOT_YET, "pinned experts"),
     "AUTOPIN": (NOT_YET, "pinned experts from the usage history"),
@@ -60,6 +61,8 @@ USAGE = """\
 usage: [SNAP=folder] MODE python colibri.py [cap] [expert_bits] [dense_bits]
 
   PROMPT="Once upon a time"   generate text; CHAT=1 puts it in the chat template
+  SCORE=requests.txt          log-likelihoods of continuations, one line each
+  REPLAY=1                    measure decode speed over the tokens of REF
   TF=1                        compare the argmax after every token of REF with the reference
   (no mode)                   generate from the prompt of REF and compare with the reference
   REF=file.json               the reference, by default ref_glm.json of the snapshot
@@ -73,9 +76,12 @@ class Settings:
     """One field for each variable, named as it is but in lower case; the arguments at the end."""
 
     snap: str
+    score: str | None
     prompt: str | None
     ref: str | None
+    replay: bool
     tf: bool
+    report: str | None
     ngen: int
     ctx: int  # 0 = the smaller of 4096 and what the model was made for
     chat: bool
@@ -85,24 +91,31 @@ class Settings:
     nucleus: float
     seed: int
     ram_gb: float  # 0 = ask host and cgroup
-    prefill_chunk: int
+    prefill_chunk: int  # 0 = 1024, or less where the budget asks for it
+    topk: int  # 0 = as many experts a token as config.json says
+    topp: float  # 0 = all of them
+    dumb: bool  # the terminal cannot move its cursor
     cap: int
     expert_bits: int
     dense_bits: int
     notices: tuple[str, ...]
 
     @staticmethod
-    def read(arguments, environ=None):
-        """Command-line arguments and the environment -> Settings. Refused for a value that means nothing."""
+    def read(arguments, environ=None, snap=None):
+        """Command-line arguments and the environment -> Settings; `snap` goes before SNAP. Refused for a value that
+        means nothing."""
         read = EnvironReader(os.environ if environ is None else environ)
         if len(arguments) > 3:
             raise Refused(f"{len(arguments)} arguments, at most 3 are known: cap, expert_bits, dense_bits")
         cap, expert_bits, dense_bits = (*arguments, *("0", "16", "16")[len(arguments) :])
         values = dict(
-            snap=read.text("SNAP") or str(EMBEDDED_SNAPSHOT),
+            snap=snap or read.text("SNAP") or str(EMBEDDED_SNAPSHOT),
+            score=read.text("SCORE") or None,
             prompt=read.text("PROMPT"),
             ref=read.text("REF"),
+            replay=read.present("REPLAY"),
             tf=read.present("TF"),
+            report=read.text("REPORT") or None,
             ngen=read.whole("NGEN", 64, 1, 1 << 31),
             ctx=read.whole("CTX", 0, 0, 1 << 31),
             chat=read.flag("CHAT", False),
@@ -112,7 +125,10 @@ class Settings:
             nucleus=read.number("NUCLEUS", 0.90, -1e9, 1e9),
             seed=read.whole("SEED", time.time_ns() % 2**32, 0, 2**64 - 1),
             ram_gb=read.number("RAM_GB", 0.0, 0.0, 1e6),
-            prefill_chunk=read.whole("PREFILL_CHUNK", 1024, 1, 1 << 20),
+            prefill_chunk=read.whole("PREFILL_CHUNK", 0, 0, 1 << 20),
+            topk=read.whole("TOPK", 0, 0, 65536),
+            topp=read.number("TOPP", 0.0, 0.0, 1.0),
+            dumb=read.text("TERM") in (None, "", "dumb"),
             cap=read_whole("cap", cap, 0, 1 << 20),
             expert_bits=read_bits("expert_bits", expert_bits),
             dense_bits=read_bits("dense_bits", dense_bits),
@@ -122,7 +138,9 @@ class Settings:
                 raise Refused(f"{name} is set, and that mode is {NOT_YET}; unset it, docs/env_vars.md lists what works")
         if values["prompt"] is not None and not values["prompt"].strip():
             raise Refused("PROMPT is empty; give it some text, or leave it unset")
-        if not read.text("SNAP"):
+        if values["report"] and not Path(values["report"]).parent.is_dir():
+            raise Refused(f"REPORT={values['report']}: its folder does not exist")
+        if not snap and not read.text("SNAP"):
             read.notices.insert(0, "[snapshot] SNAP is not set: models/tiny, the embedded model")
         for name, (status, why) in IGNORED.items():
             if read.present(name):

@@ -42,36 +42,46 @@ def spec_decode(model, kv, prompt_ids, sampler, max_tokens, stop_ids=(), draft=N
     if max_tokens < 1:
         return
 
-    # 1) prefill: the logits after the last prompt token alone
-    logits = step(model, [(ids[kv.length :], kv)], progress)
-    token = sampler.draw(logits[0], len(ids))
-    while True:
-        # 2) emit: stop ids and the limit are looked at before another forward is paid for
-        if token in stop_ids:
-            counters.stop_id = token
-            return
-        ids.append(token)
-        counters.tokens += 1
-        yield token
-        left = max_tokens - counters.tokens
-        if left < 1:
-            return
-
-        # 3) draft, and verify the guesses and the new token in one forward
-        guesses = draft.propose(ids, left - 1)[: left - 1] if left > 1 else []
-        logits = step_all(model, [([token, *guesses], kv)])
-        counters.forwards += 1
-        counters.proposed += len(guesses)
-
-        # 4) accept while the draw agrees with the guess; the first that differs is the next token
-        for i, guess in enumerate(guesses):
-            token = sampler.draw(logits[i], len(ids))
-            if token != guess or token in stop_ids:
-                break
-            counters.accepted += 1
+    try:
+        # 1) prefill: the logits after the last prompt token alone
+        logits = step(model, [(ids[kv.length :], kv)], progress)
+        token = draw(model, sampler, logits[0], len(ids))
+        while True:
+            # 2) emit: stop ids and the limit are looked at before another forward is paid for
+            if token in stop_ids:
+                counters.stop_id = token
+                return
             ids.append(token)
             counters.tokens += 1
             yield token
-        else:
-            token = sampler.draw(logits[len(guesses)], len(ids))
-        kv.trim(len(ids))
+            left = max_tokens - counters.tokens
+            if left < 1:
+                return
+
+            # 3) draft, and verify the guesses and the new token in one forward
+            guesses = draft.propose(ids, left - 1)[: left - 1] if left > 1 else []
+            logits = step_all(model, [([token, *guesses], kv)])
+            counters.forwards += 1
+            counters.proposed += len(guesses)
+
+            # 4) accept while the draw agrees with the guess; the first that differs is the next token
+            for i, guess in enumerate(guesses):
+                token = draw(model, sampler, logits[i], len(ids))
+                if token != guess or token in stop_ids:
+                    break
+                counters.accepted += 1
+                ids.append(token)
+                counters.tokens += 1
+                yield token
+            else:
+                token = draw(model, sampler, logits[len(guesses)], len(ids))
+            kv.trim(len(ids))
+    finally:
+        # Whoever stops listening in the middle of accepted guesses leaves no guess behind that was not yielded.
+        kv.trim(min(kv.length, len(ids)))
+
+
+def draw(model, sampler, logits, position):
+    """The sampler's token, its time counted."""
+    with model.profile.measure("sample"):
+        return sampler.draw(logits, position)

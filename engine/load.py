@@ -1,11 +1,11 @@
 """Settings -> a model ready to run: open the snapshot, plan, refuse or load. One function for every mode."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from engine.plan import Plan, make_plan
 from forward.model import Model
-from snapshot.config import read_config
+from snapshot.config import ModelConfig, read_config
 from snapshot.errors import Refused
 from snapshot.expert_cache import ExpertCache
 from snapshot.expert_disk import ExpertDisk
@@ -17,59 +17,119 @@ DEFAULT_CONTEXT = 4096
 
 
 @dataclass(frozen=True, slots=True)
+class Opened:
+    """A snapshot whose headers are read and checked, and the plan for it; no weight is in memory yet."""
+
+    folder: Path
+    config: ModelConfig
+    resident: ResidentTensors
+    disk: ExpertDisk
+    reader: Reader
+    plan: Plan
+    notices: tuple[str, ...]  # one line each, for stderr
+    lossy: tuple[str, ...]  # what makes the answers differ from the snapshot's own, in words
+
+
+@dataclass(frozen=True, slots=True)
 class Loaded:
-    """A model with what a mode wants to know about it."""
+    """A model ready to run, with what a mode wants to know about it."""
 
     model: Model
-    folder: Path
-    plan: Plan
-    context: int  # positions of a KV state
-    notices: tuple[str, ...]  # one line each, for stderr
-    reader: Reader
+    opened: Opened
+
+    @property
+    def folder(self):
+        return self.opened.folder
+
+    @property
+    def plan(self):
+        return self.opened.plan
+
+    @property
+    def context(self):
+        """Positions of a KV state."""
+        return self.opened.plan.context
+
+    @property
+    def notices(self):
+        return self.opened.notices
+
+    @property
+    def lossy(self):
+        return self.opened.lossy
 
     def close(self):
         """Close the snapshot's files; experts that are not in the cache can no longer be read."""
-        self.reader.close()
+        self.opened.reader.close()
 
 
-def load_model(settings):
-    """-> Loaded. Raises Refused for a bad snapshot, and for one that does not fit, before any weight is read."""
+def open_snapshot(settings):
+    """Settings -> Opened. Raises Refused for a bad snapshot, and for one that does not fit."""
     folder = Path(settings.snap)
     if not folder.is_dir():
         raise Refused(f"SNAP={settings.snap}: no such folder; it must name a Hugging Face snapshot folder")
     config, family = read_config(folder)
+    lossy = list_lossy(settings, config)
+    config = reduce_experts(settings, config)
     index = read_index(folder)
     reader = Reader()
     resident = ResidentTensors(config, family, index)
     disk = ExpertDisk(config, family, index, reader)
+    index.check_rest(family.layer_prefix(config.num_layers))
     context = settings.ctx or min(DEFAULT_CONTEXT, config.max_positions)
-    plan = make_plan(config, resident, disk, settings, context, settings.prefill_chunk)
-    weights = resident.load(reader, settings.dense_bits)
-    experts = ExpertCache(config, disk, plan.num_slots, settings.expert_bits)
-    model = Model(config, weights, experts, settings.prefill_chunk)
-    notices = list_notices(settings, config, family, index, resident, plan, context)
-    return Loaded(model, folder, plan, context, notices, reader)
+    plan = make_plan(config, resident, disk, settings, context)
+    notices = (*(f"[lossy] {line}" for line in lossy), *list_notices(config, family, index, resident, plan))
+    return Opened(folder, config, resident, disk, reader, plan, notices, lossy)
 
 
-def list_notices(settings, config, family, index, resident, plan, context):
+def load_model(settings):
+    """Settings -> Loaded: open, plan, then read the resident weights and set up the expert cache."""
+    opened = open_snapshot(settings)
+    weights = opened.resident.load(opened.reader, settings.dense_bits)
+    experts = ExpertCache(opened.config, opened.disk, opened.plan.num_slots, settings.expert_bits)
+    return Loaded(Model(opened.config, weights, experts, opened.plan.prefill_chunk), opened)
+
+
+def reduce_experts(settings, config):
+    """TOPK and TOPP: fewer experts a token."""
+    num_active = min(settings.topk or config.num_active_experts, config.num_active_experts)
+    return replace(config, num_active_experts=num_active, expert_mass=settings.topp if settings.topp < 1 else 0.0)
+
+
+def list_lossy(settings, config):
+    """What the user asked for that changes answers, in words."""
+    lossy = [
+        f"{what} weights are quantised to {bits} bits at load, groups of 64 columns"
+        for what, bits in (("expert", settings.expert_bits), ("dense", settings.dense_bits))
+        if bits < 16
+    ]
+    if 0 < settings.topk < config.num_active_experts:
+        lossy.append(f"TOPK={settings.topk}: {settings.topk} of {config.num_active_experts} experts a token")
+    if 0 < settings.topp < 1:
+        lossy.append(f"TOPP={settings.topp:g}: a token's weakest experts beyond that share of their scores are dropped")
+    return tuple(lossy)
+
+
+def list_notices(config, family, index, resident, plan):
     """What is never silent: each thing that makes this run differ from the plain one, in a line."""
     notices = []
-    for what, bits in (("expert", settings.expert_bits), ("dense", settings.dense_bits)):
-        if bits < 16:
-            notices.append(f"[bits] {what} weights are quantised to {bits} bits at load, groups of 64 columns: lossy")
     if not resident.has_indexer:
         notices.append(
             f"[DSA] the snapshot holds no indexer: attention is dense, and answers differ from the reference beyond "
             f"{config.index_topk} positions"
         )
     if config.num_mtp_layers:
-        found = index.any_with_prefix(family.layer_prefix(config.num_layers))
+        found = index.has_layer(family.layer_prefix(config.num_layers))
         state = "is not used yet" if found else "is missing from the snapshot"
         notices.append(f"[MTP] the multi-token-prediction layer {state}: one token per forward")
     if plan.num_slots == 1 and config.num_experts > 1 and config.sparse_layers:
         notices.append(
             "[cache] one slot per layer: every expert of every token is read from disk, expect it to be slow"
         )
-    if context > config.max_positions:
-        notices.append(f"[ctx] CTX={context} is beyond the {config.max_positions} positions the model was made for")
+    if plan.context > config.max_positions:
+        notices.append(
+            f"[ctx] CTX={plan.context} is beyond the {config.max_positions} positions the model was made for"
+        )
+    if "unknown" in plan.budget_source:
+        notices.append(f"[memory] {plan.budget_source}")
     return tuple(notices)

@@ -1,11 +1,11 @@
 """What fits where, decided from headers alone, before anything is loaded.
 
-need = this process as it is + resident weights + KV at CTX + scratch of a prefill chunk + slots x sparse layers x
-bytes of a slot. The budget is RAM_GB, or 88 % of what host and cgroup leave; what does not fit is refused with need
-and have. GB means 1e9 bytes.
+need = this process as it is + resident weights + KV at CTX + scratch of a prefill chunk + slots of every sparse layer.
+The budget is RAM_GB, or 88 % of what host and cgroup leave; what does not fit is refused with need and have. The
+engine obeys this very plan. GB means 1e9 bytes.
 """
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from forward.cost import scratch_bytes
 from forward.kv_state import KvState
@@ -15,11 +15,13 @@ from snapshot.memory import available_bytes, rss_bytes
 
 AUTO_SHARE = 0.88
 UNKNOWN_BUDGET = 8e9  # what is assumed of a machine that does not say, as the C engine does
+DEFAULT_CHUNK, MIN_CHUNK = 1024, 64
+PROCESS_STEP = 64 << 20  # the process is counted in steps of this, so that two looks at it agree
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Bytes, all of them, but for the counts of slots."""
+    """Bytes, all of them, but for the counts."""
 
     budget: int
     budget_source: str
@@ -27,32 +29,46 @@ class Plan:
     resident: int
     kv: int
     scratch: int
-    slot: int
-    num_sparse_layers: int
+    slot_bytes: dict[int, int]  # sparse layer -> bytes of one expert in that layer's own format, whole pages
     num_experts: int
-    num_slots: int  # per sparse layer
+    num_slots: int  # in each sparse layer
+    context: int  # positions
+    prefill_chunk: int  # rows
 
     @property
     def cache(self):
-        return self.num_slots * self.num_sparse_layers * self.slot
+        return self.num_slots * sum(self.slot_bytes.values())
+
+    @property
+    def fixed(self):
+        """What no choice of chunk or slots changes."""
+        return self.process + self.resident + self.kv
 
     @property
     def need(self):
-        return self.process + self.resident + self.kv + self.scratch + self.cache
+        return self.fixed + self.scratch + self.cache
 
     def lines(self):
         """The plan in two lines."""
+        sizes = self.slot_bytes.values()
+        each = f"{max(sizes, default=0) / 1e6:.2f} MB a slot"
+        if len(set(sizes)) > 1:
+            each = f"{min(sizes) / 1e6:.2f} to {each}"
         return (
             f"[plan] budget {gb(self.budget)} ({self.budget_source}) | need {gb(self.need)} = process "
             f"{gb(self.process)} + resident {gb(self.resident)} + KV {gb(self.kv)} + scratch {gb(self.scratch)} "
             f"+ cache {gb(self.cache)}",
-            f"[plan] cache: {self.num_slots} of {self.num_experts} experts in each of {self.num_sparse_layers} "
-            f"sparse layers, {self.slot / 1e6:.2f} MB a slot",
+            f"[plan] cache: {self.num_slots} of {self.num_experts} experts in each of {len(sizes)} sparse layers, "
+            f"{each} | CTX {self.context} | prefill in chunks of {self.prefill_chunk}",
         )
+
+    def as_json(self):
+        """Every number of the plan, for scripts/plan.py --json."""
+        return asdict(self) | {"cache": self.cache, "need": self.need}
 
 
 def gb(num_bytes):
-    return f"{num_bytes / 1e9:.2f} GB"
+    return f"{num_bytes / 1e9:.3f} GB"
 
 
 def find_budget(ram_gb):
@@ -61,29 +77,40 @@ def find_budget(ram_gb):
         return int(ram_gb * 1e9), f"RAM_GB={ram_gb:g}"
     available = available_bytes()
     if available is None:
-        return int(UNKNOWN_BUDGET), "unknown memory, 8 GB assumed; set RAM_GB"
+        return int(UNKNOWN_BUDGET), "free memory is unknown, 8 GB assumed; set RAM_GB"
     return int(AUTO_SHARE * (available + rss_bytes())), "88 % of free memory"
 
 
-def make_plan(config, resident, disk, settings, context, prefill_chunk):
-    """ResidentTensors and ExpertDisk of an opened snapshot -> Plan. `context` in positions, `prefill_chunk` in rows.
+def make_plan(config, resident, disk, settings, context):
+    """ResidentTensors and ExpertDisk of an opened snapshot -> Plan; `context` in positions. Refused if it does not fit.
 
-    settings.cap > 0 asks for exactly that many slots (at most one for each expert); 0 takes what the budget allows.
+    settings.cap > 0 asks for exactly that many slots (at most one for each expert); 0 takes what the budget allows. A
+    prefill chunk that is not given is halved while it would take more than half of what is left.
     """
     budget, source = find_budget(settings.ram_gb)
-    fixed = dict(
-        budget=budget,
-        budget_source=source,
-        process=rss_bytes(),
-        resident=resident.num_bytes(settings.dense_bits),
-        kv=KvState.bytes_for(config, context),
-        scratch=scratch_bytes(config, prefill_chunk, context),
-        slot=slot_bytes(config, disk, settings.expert_bits),
-        num_sparse_layers=len(config.sparse_layers),
-        num_experts=config.num_experts,
-    )
     num_slots = min(max(settings.cap, 1), config.num_experts)
-    plan = Plan(**fixed, num_slots=num_slots)
+
+    def plan_with(chunk, slots):
+        return Plan(
+            budget=budget,
+            budget_source=source,
+            process=-(-rss_bytes() // PROCESS_STEP) * PROCESS_STEP,
+            resident=resident.num_bytes(settings.dense_bits),
+            kv=KvState.bytes_for(config, context),
+            scratch=scratch_bytes(config, chunk, context),
+            slot_bytes={i: slot_bytes(config, disk, i, settings.expert_bits) for i in config.sparse_layers},
+            num_experts=config.num_experts,
+            num_slots=slots,
+            context=context,
+            prefill_chunk=chunk,
+        )
+
+    chunk = settings.prefill_chunk or DEFAULT_CHUNK
+    plan = plan_with(chunk, num_slots)
+    # Rows of a chunk and slots of the cache share what is left: more rows serve the prefill, more slots the decode.
+    while not settings.prefill_chunk and chunk > MIN_CHUNK and plan.scratch > (budget - plan.fixed) / 2:
+        chunk //= 2
+        plan = plan_with(chunk, num_slots)
     if plan.need > budget:
         what = f"cap {num_slots}" if settings.cap else "one expert slot per layer"
         raise Refused(
@@ -91,6 +118,6 @@ def make_plan(config, resident, disk, settings, context, prefill_chunk):
             "raise RAM_GB, lower CTX, or quantise (python colibri.py cap expert_bits dense_bits)"
         )
     if not settings.cap and plan.cache:
-        spare = (budget - plan.need) // (plan.num_sparse_layers * plan.slot)
-        num_slots = min(1 + spare, config.num_experts)
-    return Plan(**fixed, num_slots=num_slots)
+        spare = (budget - plan.need) // sum(plan.slot_bytes.values())
+        plan = plan_with(chunk, min(1 + spare, config.num_experts))
+    return plan

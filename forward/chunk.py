@@ -13,6 +13,7 @@ class Segment:
     """Rows start..stop of a chunk are the next positions of one sequence."""
 
     kv: KvState
+    first: int  # position of its first row
     start: int
     stop: int
 
@@ -22,7 +23,7 @@ class Segment:
 
     @property
     def positions(self):
-        return torch.arange(self.kv.length, self.kv.length + self.stop - self.start)
+        return torch.arange(self.first, self.first + self.stop - self.start)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ def make_chunk(config, pieces):
     """[(ids, kv), ...] -> Chunk; each sequence at most once."""
     ids, segments = [], []
     for piece, kv in pieces:
-        segments.append(Segment(kv, len(ids), len(ids) + len(piece)))
+        segments.append(Segment(kv, kv.length, len(ids), len(ids) + len(piece)))
         ids += piece
     positions = torch.cat([segment.positions for segment in segments])
     cos, sin = rope_angles(positions, config.rope_theta, config.rope_head_dim)

@@ -1,6 +1,7 @@
 """Bytes a forward pass needs beside its weights, next to the shapes it counts."""
 
 from forward.attention import indexer, mla
+from forward.lm_head import LOGIT_ROWS
 from kernels.reference import WIDEN_BYTES
 
 
@@ -21,7 +22,7 @@ def scratch_bytes(config, chunk_rows, capacity):
     blocks = 3 * max(indexer.BLOCK_BYTES, mla.BLOCK_BYTES)
     selection = 8 * rows * min(c.index_topk, capacity)
     full_scores = 4 * rows * c.num_heads * capacity  # small models never reach the block size
-    logits = 3 * 8 * c.vocab_size
+    logits = 6 * c.vocab_size * LOGIT_ROWS + 16 * c.vocab_size  # float32, a mask and a bit; one row in float64
     return (
         4 * (rows * (hidden + max(attention, moe)) + kv_b)
         + min(blocks, 4 * full_scores)

@@ -14,7 +14,8 @@ def layer_forward(model, layer, weights, x, chunk, selections):
         normed = rms_norm(x, attention.input_norm, config.rms_norm_eps)
         out, selections = mla(config, layer, attention, weights.indexer, normed, chunk, selections)
         x = x + out
-    normed = rms_norm(x, attention.post_norm, config.rms_norm_eps)
+        normed = rms_norm(x, attention.post_norm, config.rms_norm_eps)
     if isinstance(weights.mlp, MoeWeights):
         return x + moe(model, layer, weights.mlp, normed), selections
-    return x + mlp(normed, weights.mlp.gate, weights.mlp.up, weights.mlp.down), selections
+    with model.profile.measure("dense-mlp"):
+        return x + mlp(normed, weights.mlp.gate, weights.mlp.up, weights.mlp.down), selections

@@ -2,6 +2,7 @@
 
 from forward.chunk import make_chunk, split_batch
 from forward.embed import embed
+from forward.finite import check_hidden
 from forward.layer_forward import layer_forward
 
 PROGRESS_ROWS = 8  # from this many rows on a chunk is a prefill worth reporting
@@ -23,6 +24,7 @@ def layers_forward(model, batch, progress=None):
         selections = [None] * len(chunk.segments)
         for layer, weights in enumerate(model.weights.layers):
             x, selections = layer_forward(model, layer, weights, x, chunk, selections)
+            check_hidden(x, layer, chunk)
             if progress and len(chunk) >= PROGRESS_ROWS:
                 progress(layer + 1, num_layers, len(chunk))
         for segment in chunk.segments:

@@ -2,6 +2,9 @@
 
 from kernels.reference import linear, rms_norm
 
+# Rows whose logits are held at once where many are wanted: 64 rows of a vocabulary of 150,000 are 40 MB.
+LOGIT_ROWS = 64
+
 
 def lm_head(model, hidden):
     """hidden [T, D] before the final norm -> logits float32 [T, vocab]."""

@@ -12,12 +12,15 @@ from kernels.reference import route_sigmoid
 
 def moe(model, layer, weights, x):
     """x [T, D] -> [T, D]. Each distinct expert of the T rows is asked for once."""
-    chosen, shares = route(model.config, weights, x)  # [T, A] ascending, [T, A]
-    order = chosen.flatten().argsort(stable=True)  # assignments grouped by expert, rows ascending within
-    experts, counts = chosen.flatten().unique(return_counts=True)
-    row_groups = (order // chosen.shape[1]).split(counts.tolist())
-    share_groups = shares.flatten()[order].split(counts.tolist())
-    out = torch.zeros_like(x)
+    with model.profile.measure("router"):
+        chosen, shares = route(model.config, weights, x)  # [T, A] ascending, [T, A]
+        rows, column = shares.nonzero(as_tuple=True)  # an expert without weight adds nothing: it is not fetched
+        chosen, shares = chosen[rows, column], shares[rows, column]
+        order = chosen.argsort(stable=True)  # assignments grouped by expert, rows ascending within
+        experts, counts = chosen.unique(return_counts=True)
+        row_groups = rows[order].split(counts.tolist())
+        share_groups = shares[order].split(counts.tolist())
+        out = torch.zeros_like(x)
     stream = model.experts.stream(layer, experts.tolist())
     for (_, matrices), rows, share in zip(stream, row_groups, share_groups, strict=True):
         with model.profile.measure("expert-matmul"):
@@ -37,4 +40,5 @@ def route(config, weights, x):
         config.num_active_groups,
         config.normalise_weights,
         config.routed_scaling,
+        config.expert_mass,
     )

@@ -1,12 +1,14 @@
-"""Tokens in, logits out: the two calls everything above the forward pass is made of.
+"""Tokens in, logits out: the calls everything above the forward pass is made of.
 
-A batch is [(ids, KvState), ...]: new tokens of one sequence or of several. Each state grows by its tokens.
+A batch is [(ids, KvState), ...]: new tokens of one sequence or of several. Each state grows by its tokens. Logits that
+are not finite never come out: see forward/finite.py.
 """
 
 import torch
 
+from forward.finite import check_logits
 from forward.layers_forward import layers_forward
-from forward.lm_head import lm_head
+from forward.lm_head import LOGIT_ROWS, lm_head
 
 
 @torch.inference_mode()
@@ -16,11 +18,42 @@ def step(model, batch, progress=None):
     for chunk, hidden in layers_forward(model, batch, progress):
         for segment in chunk.segments:
             last[id(segment.kv)] = hidden[segment.stop - 1]
-    return lm_head(model, torch.stack([last[id(kv)] for _, kv in batch]))
+    logits = lm_head(model, torch.stack([last[id(kv)] for _, kv in batch]))
+    return check_logits(logits, [kv.length - 1 for _, kv in batch])
 
 
 @torch.inference_mode()
 def step_all(model, batch, progress=None):
     """-> logits float32 [all tokens of the batch, vocab], one row after each token."""
-    rows = [lm_head(model, hidden) for _, hidden in layers_forward(model, batch, progress)]
+    rows = []
+    for chunk, hidden in layers_forward(model, batch, progress):
+        rows.append(check_logits(lm_head(model, hidden), positions_of(chunk)))
     return torch.cat(rows)
+
+
+@torch.inference_mode()
+def step_logprobs(model, batch, targets, progress=None):
+    """targets: one id for each token of the batch, what should follow it -> (log p of the target, float64; argmax),
+    both [all tokens]. The logits of a few rows exist at a time."""
+    logprobs, best, at = [], [], 0
+    for chunk, hidden in layers_forward(model, batch, progress):
+        positions = positions_of(chunk)
+        for start in range(0, len(hidden), LOGIT_ROWS):
+            rows = slice(start, start + LOGIT_ROWS)
+            logits = check_logits(lm_head(model, hidden[rows]), positions[rows])
+            wanted = torch.tensor(targets[at : at + len(logits)])
+            logprobs.append(logprobs_of(logits, wanted))
+            best.append(logits.argmax(-1))
+            at += len(logits)
+    return torch.cat(logprobs), torch.cat(best)
+
+
+def logprobs_of(logits, targets):
+    """logits [T, vocab], targets [T] -> log-softmax(logits)[target], float64 [T]."""
+    # Row by row: a float64 copy of all of them would be the largest tensor of the pass.
+    normalisers = torch.stack([row.double().logsumexp(-1) for row in logits])
+    return logits.gather(1, targets[:, None])[:, 0].double() - normalisers
+
+
+def positions_of(chunk):
+    return [position for segment in chunk.segments for position in segment.positions.tolist()]

@@ -72,11 +72,12 @@ def top_k_indices(scores, k):
     return top_k_mask(scores, k).nonzero()[:, 1].view(scores.shape[0], -1)
 
 
-def route_sigmoid(logits, bias, num_active, num_groups, num_active_groups, normalise, scaling):
+def route_sigmoid(logits, bias, num_active, num_groups, num_active_groups, normalise, scaling, mass=0.0):
     """The sigmoid router (noaux_tc) on logits [T, E] -> (expert ids [T, A] ascending, weights [T, A]).
 
     The bias takes part in the choice, not in the weights. With groups, a group scores the sum of its two best
-    experts and only the best groups compete.
+    experts and only the best groups compete. 0 < mass < 1 is lossy: of the chosen experts the fewest whose scores
+    reach that share of their sum keep a weight, the others get 0.
     """
     scores = logits.sigmoid()
     choice = scores + bias
@@ -87,6 +88,10 @@ def route_sigmoid(logits, bias, num_active, num_groups, num_active_groups, norma
         choice = grouped.masked_fill(~kept[..., None], -torch.inf).flatten(1)
     experts = top_k_indices(choice, num_active)
     weights = scores.gather(1, experts)
+    if 0 < mass < 1:
+        ordered, order = weights.sort(dim=-1, descending=True, stable=True)
+        enough = ordered.cumsum(-1) - ordered >= mass * ordered.sum(-1, keepdim=True)
+        weights = weights.scatter(1, order, ordered.masked_fill(enough, 0.0))
     if normalise:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
     return experts, weights * scaling

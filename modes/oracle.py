@@ -1,10 +1,11 @@
 """No mode: generate greedily from the prompt of REF, stop tokens ignored, and compare with its continuation."""
 
-from engine.decode import DecodeCounters, spec_decode
+from engine.decode import spec_decode
 from engine.sample import Sampler
 from forward.kv_state import KvState
-from modes.console import Run, prefill_progress
+from modes.console import prefill_progress
 from modes.reference import read_reference, reference_path
+from modes.run import Run, write_report
 from snapshot.errors import Refused
 
 
@@ -14,8 +15,8 @@ def run_oracle(settings, loaded):
     prompt, full = reference["prompt_ids"], reference["full_ids"]
     if full[: len(prompt)] != prompt or len(full) == len(prompt):
         raise Refused(f"{reference_path(settings)}: full_ids must be prompt_ids and at least one token more")
-    model, counters = loaded.model, DecodeCounters()
-    run, generated = Run(model, counters), []
+    model, run, generated = loaded.model, Run("oracle", loaded), []
+    counters, run.num_prompt_ids = run.counters, len(prompt)
     kv = KvState(model.config, loaded.context)
     max_tokens = len(full) - len(prompt)
     for token in spec_decode(model, kv, prompt, Sampler(), max_tokens, progress=prefill_progress, counters=counters):
@@ -29,5 +30,7 @@ def run_oracle(settings, loaded):
     if num_equal < len(expected):
         first = next(i for i, (a, b) in enumerate(zip(generated, expected, strict=True)) if a != b)
         print(f"oracle: first difference at position {len(prompt) + first}: {generated[first]}, not {expected[first]}")
-    run.summary(len(prompt))
+    numbers = run.numbers(counters.tokens - 1, equal=num_equal, compared=len(expected))
+    run.summary(numbers)
+    write_report(settings, numbers)
     return 0 if num_equal == len(expected) else 1

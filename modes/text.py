@@ -2,16 +2,16 @@
 
 import sys
 
-from engine.decode import DecodeCounters, spec_decode
+from engine.decode import spec_decode
 from engine.sample import Sampler
 from engine.stream import TextStream
 from forward.kv_state import KvState
-from modes.console import Run, prefill_progress, say
+from modes.console import prefill_progress, say
+from modes.run import Run, write_report
 from snapshot.errors import Refused
 from snapshot.tokenizer import TextTokenizer
 
 DEFAULT_TEMPERATURE = 0.7
-INTERRUPTED = 130  # what a shell reports for a program ended by Ctrl-C
 
 
 def run_text(settings, loaded):
@@ -31,8 +31,8 @@ def run_text(settings, loaded):
     )
     say(f"[prompt] {len(prompt_ids)} tokens | at most {max_tokens} more | {how}")
 
-    counters, stream = DecodeCounters(), TextStream(tokenizer)
-    run, code = Run(model, counters), 0
+    run, stream, interrupted = Run("prompt", loaded), TextStream(tokenizer), None
+    counters, run.num_prompt_ids = run.counters, len(prompt_ids)
     kv = KvState(config, loaded.context)
     try:
         for token in spec_decode(
@@ -40,12 +40,17 @@ def run_text(settings, loaded):
         ):
             write(stream.push(token))
             run.on_token()
-    except KeyboardInterrupt:
-        code = INTERRUPTED
+    except KeyboardInterrupt as error:
+        interrupted = error
     write(stream.finish() + "\n")
-    say(f"[stop] {why_stopped(code, counters, tokenizer, max_tokens, settings)}")
-    run.summary(len(prompt_ids))
-    return code
+    why = why_stopped(interrupted, counters, tokenizer, max_tokens, settings)
+    say(f"[stop] {why}")
+    numbers = run.numbers(counters.tokens - 1, stop=why, seed=settings.seed)
+    run.summary(numbers)
+    write_report(settings, numbers)
+    if interrupted:
+        raise interrupted
+    return 0
 
 
 def encode_prompt(settings, config, tokenizer):
@@ -64,8 +69,8 @@ def encode_prompt(settings, config, tokenizer):
     return ids
 
 
-def why_stopped(code, counters, tokenizer, max_tokens, settings):
-    if code == INTERRUPTED:
+def why_stopped(interrupted, counters, tokenizer, max_tokens, settings):
+    if interrupted:
         return "interrupted"
     if counters.stop_id is not None:
         return f"stop token {tokenizer.decode([counters.stop_id])}"

@@ -4,9 +4,9 @@
     OMP_NUM_THREADS=1 python scripts/make_reference.py models/tiny --prompt "In the beginning" --tokens 48
 
 The reference is float32 with eager attention and eager experts on one thread: plain loops, no fused kernel.
-ref_glm.json has prompt_ids, full_ids (prompt and continuation, EOS ignored) and tf_pred (the argmax after each id of
-full_ids, from one forward over all of them). stdout gets the continuation and the smallest top-1/top-2 margin, the
-nearest decision that another engine has to reproduce.
+ref_glm.json has prompt_ids, full_ids (prompt and continuation, EOS ignored), tf_pred (the argmax after each id of
+full_ids, from one forward over all of them) and logprob_next (log p of the id that follows, one entry less). stdout
+gets the continuation and the smallest top-1/top-2 margin, the nearest decision that another engine has to reproduce.
 """
 
 import argparse
@@ -78,11 +78,13 @@ def compute_reference(model: torch.nn.Module, prompt_ids: list[int], num_tokens:
                 f"position {i}: one forward says {tf_pred[i]}, step by step {full_ids[i + 1]} (margin {margin:.2g})"
                 ": too close to call, take another prompt or fewer tokens"
             )
-    return {"prompt_ids": list(prompt_ids), "full_ids": full_ids, "tf_pred": tf_pred}, min(margins)
+    logprobs = logits[:-1].double().log_softmax(-1).gather(1, torch.tensor(full_ids[1:])[:, None])[:, 0]
+    reference = {"prompt_ids": list(prompt_ids), "full_ids": full_ids, "tf_pred": tf_pred}
+    return reference | {"logprob_next": [round(value, 6) for value in logprobs.tolist()]}, min(margins)
 
 
 def reference_ids(folder: str | Path, prompt_ids: list[int], num_tokens: int) -> dict:
-    """prompt_ids, full_ids and tf_pred of a snapshot folder, as ref_glm.json holds them."""
+    """prompt_ids, full_ids, tf_pred and logprob_next of a snapshot folder, as ref_glm.json holds them."""
     return compute_reference(load_model(folder), prompt_ids, num_tokens)[0]
 
 

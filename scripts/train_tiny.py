@@ -19,6 +19,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+import torch.nn.functional as F
 from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -152,10 +153,22 @@ def held_out_rows(tokenizer, documents, length):
 
 
 @torch.no_grad()
-def held_out_loss(model, rows, batch=8):
-    """Mean nats a token, (language, MTP); the two prefix ids are inputs like any other."""
-    losses = [model(rows[i : i + batch], probe=1, mtp_rows=batch)[:2] for i in range(0, len(rows), batch)]
-    return tuple(float(torch.stack(part).mean()) for part in zip(*losses, strict=True))
+def evaluate(model, rows, batch=8):
+    """Held-out means: nats a token of the language model and of the MTP layer, and how often the MTP layer's best
+    token is the one the model itself would take next (what a draft is accepted for)."""
+    sums, count = torch.zeros(3), 0
+    for i in range(0, len(rows), batch):
+        ids = rows[i : i + batch]
+        logits, mtp_logits, _ = model.logits(ids, mtp_rows=len(ids))
+        sums += len(ids) * torch.stack(
+            [
+                F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()),
+                F.cross_entropy(mtp_logits.flatten(0, 1), ids[:, 2:].flatten()),
+                (mtp_logits.argmax(-1) == logits[:, 1:].argmax(-1)).float().mean(),
+            ]
+        )
+        count += len(ids)
+    return (sums / count).tolist()
 
 
 def bigram_loss(train_ids, rows, vocab_size):
@@ -251,13 +264,16 @@ def main():
     log(f"{parameters / 1e6:.2f} M parameters | {len(corpus.streams['prose'])} prose tokens | bigram {bigram:.4f}")
 
     def save(block):
-        loss, mtp_loss = held_out_loss(model, rows if block == 10 else rows[:16])
-        log(f"held out after {block}0 %: loss {loss:.4f} perplexity {math.exp(loss):.2f} | MTP {mtp_loss:.4f}")
+        loss, mtp_loss, agreement = evaluate(model, rows if block == 10 else rows[:16])
+        log(
+            f"held out after {block}0 %: loss {loss:.4f} perplexity {math.exp(loss):.2f} | "
+            f"MTP {mtp_loss:.4f}, agrees {agreement:.1%}"
+        )
         save_file(model.snapshot(), args.out / "model.safetensors", metadata={"format": "pt"})
-        return loss, mtp_loss
+        return loss, mtp_loss, agreement
 
     tokens = train(model, corpus, args.minutes, log, save)
-    loss, mtp_loss = save(10)
+    loss, mtp_loss, agreement = save(10)
     numbers = dict(
         parameters=parameters,
         train_tokens=tokens,
@@ -266,6 +282,7 @@ def main():
         held_out_perplexity=round(math.exp(loss), 2),
         bigram_perplexity=round(math.exp(bigram), 2),
         mtp_loss=round(mtp_loss, 4),
+        mtp_agreement=round(agreement, 4),
     )
     log(json.dumps(numbers))
 

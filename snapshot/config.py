@@ -2,11 +2,13 @@
 
 import importlib
 import json
+import os
 import pkgutil
 from dataclasses import dataclass, replace
 
 from snapshot import families
-from snapshot.errors import Refused
+from snapshot.errors import Refused, shorten, show
+from snapshot.reader import read_file
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,9 @@ class ModelConfig:
     num_active_groups: int
     normalise_weights: bool
     routed_scaling: float
+    # Not of config.json: a lossy reduction the user may ask for. Of a token's experts keep the fewest whose scores
+    # reach this share of their sum; 0 keeps all.
+    expert_mass: float = 0.0
 
     @property
     def qk_head_dim(self):
@@ -87,27 +92,32 @@ class Fields:
 
     def count(self, key, default=MISSING, low=1, high=1 << 24):
         value = self.get(key, default)
+        keys = key if isinstance(key, tuple) else (key,)
+        name, *others = [name for name in keys if self.raw.get(name) is not None] or keys
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            self.refuse(key, f"is {value!r}, expected a whole number from {low} to {high}")
+            self.refuse(name, f"is {show(value)}, expected a whole number from {low} to {high}")
+        for other in others:
+            if self.raw.get(other, value) != value:
+                self.refuse(name, f"is {value}, but {other} is {show(self.raw[other])}; they mean the same")
         return value
 
     def number(self, key, default=MISSING, low=0.0, high=1e12):
         value = self.get(key, default)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
-            self.refuse(key, f"is {value!r}, expected a number from {low:g} to {high:g}")
+            self.refuse(key, f"is {show(value)}, expected a number from {low:g} to {high:g}")
         return float(value)
 
     def flag(self, key, default):
         value = self.get(key, default)
         if not isinstance(value, bool):
-            self.refuse(key, f"is {value!r}, expected true or false")
+            self.refuse(key, f"is {show(value)}, expected true or false")
         return value
 
     def only(self, key, *allowed):
         """A key that changes the arithmetic: absent, or one of the values this engine computes."""
         value = self.get(key, None)
         if value is not None and value not in allowed:
-            self.refuse(key, f"is {value!r}, this engine computes only {' or '.join(map(repr, allowed))}")
+            self.refuse(key, f"is {show(value)}, this engine computes only {' or '.join(map(repr, allowed))}")
 
     def words(self, key, allowed, length):
         """A list of `length` words out of `allowed`, or None when absent."""
@@ -124,22 +134,33 @@ class Fields:
         value = value if isinstance(value, list) else [value]
         for token in value:
             if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
-                self.refuse(key, f"holds {token!r}, which is no id of a vocabulary of {vocab_size}")
+                self.refuse(key, f"holds {show(token)}, which is no id of a vocabulary of {vocab_size}")
         return tuple(value)
 
 
 def read_json(path):
     """A JSON object from a file of the snapshot."""
+    return parse_json(read_file(path), f"{path}:")
+
+
+def parse_json(data, subject):
+    """UTF-8 bytes -> a JSON object in which no key stands twice; `subject` begins every complaint."""
+
+    def unique(pairs):
+        # The usual parser keeps the last of two equal keys, so two readers could see two different files.
+        out = dict(pairs)
+        if len(out) < len(pairs):
+            seen = set()
+            twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+            raise Refused(f"{subject} holds {shorten(twice)} twice")
+        return out
+
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise Refused(f"{path}: no such file; SNAP must name a Hugging Face snapshot folder") from None
-    except OSError as error:
-        raise Refused(f"{path}: {error.strerror}") from None
+        raw = json.loads(data.decode("utf-8"), object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:
-        raise Refused(f"{path}: is not valid JSON ({error})") from None
+        raise Refused(f"{subject} is not valid JSON ({error})") from None
     if not isinstance(raw, dict):
-        raise Refused(f"{path}: must hold a JSON object")
+        raise Refused(f"{subject} must hold a JSON object")
     return raw
 
 
@@ -150,13 +171,13 @@ def read_config(folder):
     known = sorted(module.name for module in pkgutil.iter_modules(families.__path__))
     model_type = fields.get("model_type")
     if model_type not in known:
-        fields.refuse("model_type", f"is {model_type!r}, this engine knows {', '.join(known)}")
+        fields.refuse("model_type", f"is {show(model_type)}, this engine knows {', '.join(known)}")
     if fields.get("quantization_config", None) is not None:
         fields.refuse("quantization_config", "is set; this version reads BF16, F16 and F32 weights only")
     family = importlib.import_module(f"snapshot.families.{model_type}")
     config = family.read_config(fields)
     generation = folder / "generation_config.json"
-    if generation.exists():
+    if os.path.lexists(generation):  # a link to nothing is a broken download, not an absent file
         stop_ids = Fields(read_json(generation), generation).ids("eos_token_id", config.vocab_size)
         config = add_stop_ids(config, stop_ids)
     return config, family

@@ -30,10 +30,10 @@ class CacheCounters:
         return self.hits / max(1, self.hits + self.misses)
 
 
-def slot_bytes(config, disk, bits):
-    """Bytes of one slot, whole pages: an expert as stored (bits 16), or packed at load."""
+def slot_bytes(config, disk, layer, bits):
+    """Bytes of one slot of a layer, whole pages: an expert as stored (bits 16), or packed at load."""
     if bits == 16:
-        size = disk.max_expert_bytes
+        size = disk.max_expert_bytes(layer)
     else:
         D, W = config.hidden_size, config.moe_intermediate_size
         alignment = 3 * 4  # each matrix begins on a float32 boundary
@@ -46,18 +46,23 @@ class ExpertCache:
 
     def __init__(self, config, disk, num_slots, bits=16):
         self.disk, self.num_slots, self.bits = disk, num_slots, bits
-        self.slot_bytes = slot_bytes(config, disk, bits)
         layers = config.sparse_layers
+        sizes = {layer: slot_bytes(config, disk, layer, bits) for layer in layers}
         # Page-aligned, and pages cost memory only once they are written.
-        self.arena = mmap.mmap(-1, max(PAGE, len(layers) * num_slots * self.slot_bytes))
+        self.arena = mmap.mmap(-1, max(PAGE, num_slots * sum(sizes.values())))
         self.bytes = torch.frombuffer(self.arena, dtype=torch.uint8)
-        self.staging = torch.empty(disk.max_expert_bytes, dtype=torch.uint8) if bits < 16 else None
-        self.free = {}
-        for position, layer in enumerate(layers):
-            first = position * num_slots
-            self.free[layer] = [first + i for i in reversed(range(num_slots))]
+        self.staging = torch.empty(disk.max_expert_bytes(), dtype=torch.uint8) if bits < 16 else None
+        # layer -> its free slots, each a (start, stop) of the arena
+        self.free, at = {}, 0
+        for layer, size in sizes.items():
+            self.free[layer] = [(at + i * size, at + (i + 1) * size) for i in reversed(range(num_slots))]
+            at += num_slots * size
         # layer -> expert: (slot, matrices), least recently used first
         self.resident = {layer: OrderedDict() for layer in layers}
+        self.counters = CacheCounters()
+
+    def reset_counters(self):
+        """Count from here on; what is resident stays."""
         self.counters = CacheCounters()
 
     def stream(self, layer, experts):
@@ -92,7 +97,7 @@ class ExpertCache:
 
     def load(self, layer, expert, slot):
         """Read one expert into a slot -> its (gate, up, down) as Weights over the arena."""
-        region = self.bytes[slot * self.slot_bytes : (slot + 1) * self.slot_bytes]
+        region = self.bytes[slice(*slot)]
         try:
             if self.bits == 16:
                 place = self.disk.read(layer, expert, memoryview(region.numpy()))

@@ -59,10 +59,10 @@ class ExpertDisk:
                     parts = [(e.path, e.offset, e.num_bytes, e.dtype, e.shape) for e in entries]
                 self.places[layer, expert] = lay_out(parts)
 
-    @property
-    def max_expert_bytes(self):
-        """Bytes of a buffer that holds any expert as stored."""
-        return max((place.num_bytes for place in self.places.values()), default=0)
+    def max_expert_bytes(self, layer=None):
+        """Bytes of a buffer that holds any expert of a layer (or of the model) as stored."""
+        sizes = (place.num_bytes for (at, _), place in self.places.items() if layer in (None, at))
+        return max(sizes, default=0)
 
     def read(self, layer, expert, buffer):
         """Read one expert into `buffer` -> ExpertPlace, which says where its matrices now lie in it."""

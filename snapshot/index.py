@@ -3,19 +3,25 @@
 Only headers are read here; snapshot/reader.py reads the bytes they point to.
 """
 
-import json
 import math
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from kernels.packing import DTYPES
-from snapshot.config import read_json
-from snapshot.errors import Refused
+from snapshot.config import parse_json, read_json
+from snapshot.errors import Refused, shorten, show
+from snapshot.reader import open_file
 
 INDEX_FILE = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library itself
-SHARD = re.compile(r"^(.*?)-?(\d{5})-of-(\d{5})\.safetensors$")
+MAX_DIMENSIONS = 64  # what torch can hold; it also bounds the work of multiplying them
+MAX_COUNT = (1 << 63) - 1
+# Published snapshots say how many shards there are; the C engine's converter numbers from 0 and does not. Its out-mtp-
+# and out-idx- files are numbered apart from the main series, and a model works without them.
+SHARD = re.compile(r"(?P<stem>.*)(?P<number>[0-9]{5})(?P<tail>-of-[0-9]{5}\.safetensors)")
+OUT_SHARD = re.compile(r"(?P<stem>out-)(?P<number>[0-9]{5})(?P<tail>\.safetensors)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,30 +41,56 @@ class TensorEntry:
 
 
 class TensorIndex:
-    """All tensors of a snapshot by name."""
+    """All tensors of a snapshot by name.
 
-    def __init__(self, folder, entries):
+    `shards` says in words which of a numbered series are there, `has_gap` that one is not. `unlisted` are files that
+    were taken because they stand in the folder, not because an index file names them.
+    """
+
+    def __init__(self, folder, entries, shards="", has_gap=False, unlisted=()):
         self.folder, self.entries = folder, entries
+        self.shards, self.has_gap, self.unlisted = shards, has_gap, unlisted
+        self.used = set()  # files of which a tensor was asked for
+        self.layers = {".".join(name.split(".")[:3]) + "." for name in entries}  # "model.layers.7."
 
     def __contains__(self, name):
         return name in self.entries
 
-    def any_with_prefix(self, prefix):
-        return any(name.startswith(prefix) for name in self.entries)
+    def has_layer(self, prefix):
+        """Whether any tensor of a layer is there; `prefix` as the family's layer_prefix gives it."""
+        return prefix in self.layers
 
     def find(self, name, shape):
         """The entry of a tensor, its shape as expected; refuses a missing name, another shape, an unread dtype."""
         entry = self.entries.get(name)
         if entry is None:
-            raise Refused(f"{self.folder}: tensor {name} is missing; is the download complete?")
+            raise self.incomplete(f"tensor {name} is missing")
         if entry.dtype not in DTYPES:
             known = ", ".join(DTYPES)
-            raise Refused(f"{entry.path}: tensor {name} has dtype {entry.dtype}, this version reads {known}")
+            dtype = shorten(entry.dtype)
+            raise Refused(f"{entry.path}: tensor {name} has dtype {dtype}, this version reads {known}")
         if entry.shape != tuple(shape):
-            raise Refused(
-                f"{entry.path}: tensor {name} has shape {list(entry.shape)}, config.json asks for {list(shape)}"
-            )
+            found = show(list(entry.shape))
+            raise Refused(f"{entry.path}: tensor {name} has shape {found}, config.json asks for {list(shape)}")
+        self.used.add(entry.path)
         return entry
+
+    def incomplete(self, what):
+        """The refusal for something that is not there, with what is known of the shards."""
+        shards = f" ({self.shards})" if self.shards else ""
+        return Refused(f"{self.folder}: {what}{shards}; is the download complete?")
+
+    def check_rest(self, spare_prefix):
+        """Once every tensor was asked for: refuse a gap in the shards that nobody noticed, and a file of another model.
+
+        Names that begin with `spare_prefix`, the MTP layer, may stand in a file of their own.
+        """
+        if self.has_gap:
+            raise Refused(f"{self.folder}: a shard is missing ({self.shards}); is the download complete?")
+        spare = {entry.path for name, entry in self.entries.items() if name.startswith(spare_prefix)}
+        for path in self.unlisted:
+            if path not in self.used and path not in spare:
+                raise Refused(f"{path}: holds no tensor of this model; move it out of the folder")
 
 
 def read_index(folder):
@@ -68,92 +100,134 @@ def read_index(folder):
     all *.safetensors of the folder are.
     """
     listing = folder / INDEX_FILE
-    weight_map = None
-    if listing.exists():
-        weight_map = read_json(listing).get("weight_map")
-        if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
-            raise Refused(f"{listing}: weight_map must map tensor names to file names")
-        paths = [folder / name for name in sorted(set(weight_map.values()))]
-    else:
-        paths = sorted(folder.glob("*.safetensors"))
+    listed = os.path.lexists(listing)  # a link to nothing is a broken download, not an absent file
+    weight_map = read_weight_map(listing) if listed else {}
+    paths = check_listed(folder, weight_map) if listed else sorted(folder.glob("*.safetensors"))
     if not paths:
         raise Refused(f"{folder}: holds no *.safetensors; SNAP must name a Hugging Face snapshot folder")
-    check_shards(folder, [path.name for path in paths])
     entries = {}
     for path in paths:
         for name, entry in read_header(path).items():
             if name in entries:
-                raise Refused(f"{folder}: tensor {name} stands in both {entries[name].path.name} and {path.name}")
+                both = f"{entries[name].path.name} and {path.name}"
+                raise Refused(f"{folder}: tensor {shorten(name)} stands in both {both}; remove one of them")
             entries[name] = entry
-    for name, file in (weight_map or {}).items():
+    for name, file in weight_map.items():
         if name not in entries or entries[name].path.name != file:
-            raise Refused(f"{listing}: says {name} is in {file}, which does not hold it")
-    return TensorIndex(folder, entries)
+            raise Refused(f"{listing}: says {shorten(name)} is in {shorten(file)}, which does not hold it")
+    shards, has_gap = describe_shards([path.name for path in paths])
+    return TensorIndex(folder, entries, shards, has_gap, () if listed else tuple(paths))
 
 
-def check_shards(folder, names):
-    """A numbered series must be whole: name the first number that is absent, and how many there should be."""
-    series = {}
+def read_weight_map(listing):
+    """The index file -> tensor name: file name. A file is a plain name, so nothing outside the folder is opened."""
+    weight_map = read_json(listing).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise Refused(f"{listing}: weight_map must map tensor names to file names")
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or not is_plain(file):
+            what = f"weight_map puts {shorten(name)} in {show(file)}"
+            raise Refused(f"{listing}: {what}, expected the name of a *.safetensors file beside it")
+    return weight_map
+
+
+def is_plain(file):
+    """Whether a name leads nowhere but to a *.safetensors in the folder itself."""
+    return file.isprintable() and file.endswith(".safetensors") and Path(file).name == file
+
+
+def check_listed(folder, weight_map):
+    """The files of an index file, all there; a missing one is told with a tensor that is missing with it."""
+    paths = [folder / name for name in sorted(set(weight_map.values()))]
+    absent = [path.name for path in paths if not os.path.exists(path)]
+    if absent:
+        there = f"{len(paths) - len(absent)} of {len(paths)} files are there"
+        name = next(name for name, file in weight_map.items() if file == absent[0])
+        what = f"{shorten(absent[0])} is missing ({there}) and with it tensor {shorten(name)}"
+        raise Refused(f"{folder}: {what}; download it again")
+    return paths
+
+
+def describe_shards(names):
+    """File names -> (which of a numbered series are there, in words; whether one is not). The first gap is told."""
+    series, words = {}, ""
     for name in names:
-        if match := SHARD.match(name):
-            stem, number, total = match.groups()
-            series.setdefault((stem, int(total)), set()).add(int(number))
-    for (stem, total), numbers in series.items():
-        absent = sorted(set(range(1, total + 1)) - numbers)
+        if match := SHARD.fullmatch(name) or OUT_SHARD.fullmatch(name):
+            series.setdefault((match["stem"], match["tail"]), set()).add(int(match["number"]))
+    for (stem, tail), numbers in series.items():
+        wanted = range(1, int(tail[4:9]) + 1) if tail.startswith("-of-") else range(max(numbers) + 1)
+        absent = sorted(set(wanted) - numbers)
         if absent:
-            raise Refused(
-                f"{folder}: shard {stem}-{absent[0]:05d}-of-{total:05d}.safetensors is missing "
-                f"({len(numbers)} of {total} shards are there)"
-            )
+            return f"{len(numbers)} of {len(wanted)} shards are there, {stem}{absent[0]:05d}{tail} is not", True
+        if len(wanted) > 1:
+            words = f"{len(wanted)} shards are there, {stem}{wanted[0]:05d}{tail} to {stem}{wanted[-1]:05d}{tail}"
+    return words, False
 
 
 def read_header(path):
     """One file's header -> name: TensorEntry. The file must be exactly as long as its header says."""
     try:
-        file_bytes = path.stat().st_size
-        with open(path, "rb") as file:
+        with open(open_file(path), "rb") as file:
+            file_bytes = os.fstat(file.fileno()).st_size
             length_field = file.read(8)
             header_bytes = int.from_bytes(length_field, "little")
+            if header_bytes > MAX_HEADER_BYTES:
+                what = f"says its header has {header_bytes} bytes, above the limit of {MAX_HEADER_BYTES}"
+                raise Refused(f"{path}: {what}; it is no safetensors file, or broken: download it again")
             if len(length_field) < 8 or header_bytes > file_bytes - 8:
                 raise Refused(f"{path}: is shorter than its header says ({file_bytes} bytes); download it again")
-            if header_bytes > MAX_HEADER_BYTES:
-                raise Refused(f"{path}: header of {header_bytes} bytes is above the limit of {MAX_HEADER_BYTES}")
-            header = json.loads(file.read(header_bytes))
+            data = file.read(header_bytes)
     except FileNotFoundError:
         raise Refused(f"{path}: no such file; the snapshot is incomplete") from None
     except OSError as error:
         raise Refused(f"{path}: {error.strerror}") from None
-    except (ValueError, RecursionError):
-        raise Refused(f"{path}: is not a safetensors file (its header is not JSON)") from None
-    if not isinstance(header, dict):
-        raise Refused(f"{path}: is not a safetensors file (its header is not a JSON object)")
+    header = parse_json(data, f"{path}: the safetensors header")
     header.pop("__metadata__", None)
     data_start = 8 + header_bytes
     entries = {name: read_entry(path, name, fields, data_start) for name, fields in header.items()}
-    end = data_start
+    end, cut = data_start, None  # cut: the first tensor that the file does not hold whole
     for entry in sorted(entries.values(), key=lambda entry: (entry.offset, entry.num_bytes)):
         if entry.offset != end:
-            raise Refused(f"{path}: tensor {entry.name} overlaps its neighbour or leaves a gap")
+            what = f"tensor {shorten(entry.name)} overlaps its neighbour or leaves a gap"
+            raise Refused(f"{path}: {what}; the file is broken, download it again")
         end = entry.offset + entry.num_bytes
+        cut = cut or (end > file_bytes and entry.name)
     if end != file_bytes:
-        word = "shorter" if file_bytes < end else "longer"
-        raise Refused(f"{path}: is {word} than its header says ({file_bytes} bytes, {end} expected); download it again")
+        word = "shorter" if cut else "longer"
+        where = f", it ends before tensor {shorten(cut)} does" if cut else ""
+        what = f"is {word} than its header says ({file_bytes} bytes, {end} expected{where})"
+        raise Refused(f"{path}: {what}; download it again")
     return entries
 
 
 def read_entry(path, name, fields, data_start):
     """One header entry -> TensorEntry; refuses offsets and shapes that do not fit each other."""
+
+    def refuse(problem):
+        raise Refused(f"{path}: tensor {shorten(name)} {problem}; the file is broken, download it again")
+
+    if not is_unicode(name):
+        raise Refused(f"{path}: the name of tensor {show(name)} is not valid Unicode; the file is broken")
+    fields = fields if isinstance(fields, dict) else {}
+    dtype, shape, offsets = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
+    if not isinstance(dtype, str) or not isinstance(shape, list) or not isinstance(offsets, list) or len(offsets) != 2:
+        refuse("lacks a dtype, a shape or data_offsets")
+    # type() and not isinstance: true and false are no numbers here.
+    whole = all(type(n) is int and 0 <= n <= MAX_COUNT for n in shape + offsets)
+    if not whole or len(shape) > MAX_DIMENSIONS or offsets[1] < offsets[0]:
+        refuse(f"has an impossible shape or offsets ({show(shape)}, {show(offsets)})")
+    size, num_bytes = math.prod(shape), offsets[1] - offsets[0]
+    if size > MAX_COUNT:
+        refuse(f"has an impossible shape: {show(shape)} is beyond 2^63 elements")
+    if dtype in DTYPES and size * DTYPES[dtype].itemsize != num_bytes:
+        refuse(f"of shape {show(shape)} and dtype {dtype} does not fill its {num_bytes} bytes")
+    return TensorEntry(name, path, data_start + offsets[0], num_bytes, dtype, tuple(shape))
+
+
+def is_unicode(text):
+    """False for a text with half a character, which JSON can spell and UTF-8 cannot."""
     try:
-        dtype, shape, (start, stop) = fields["dtype"], fields["shape"], fields["data_offsets"]
-        whole = [start, stop, *shape]
-    except (TypeError, KeyError, ValueError):
-        raise Refused(f"{path}: tensor {name} lacks a dtype, a shape or data_offsets") from None
-    if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in whole) or stop < start:
-        raise Refused(f"{path}: tensor {name} has an impossible shape or offsets ({shape}, {[start, stop]})")
-    if not isinstance(dtype, str):
-        raise Refused(f"{path}: tensor {name} has no dtype")
-    if dtype in DTYPES and math.prod(shape) * DTYPES[dtype].itemsize != stop - start:
-        raise Refused(
-            f"{path}: tensor {name} of shape {shape} and dtype {dtype} does not fill its {stop - start} bytes"
-        )
-    return TensorEntry(name, path, data_start + start, stop - start, dtype, tuple(shape))
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True

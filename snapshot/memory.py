@@ -1,5 +1,7 @@
 """How much RAM there is: what host and cgroup leave, and what this process holds. Bytes everywhere."""
 
+import resource
+import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -13,6 +15,12 @@ UNLIMITED = 1 << 60  # cgroup v1 writes "no limit" as a number near 2^63
 def rss_bytes():
     """Resident memory of this process."""
     return psutil.Process().memory_info().rss
+
+
+def peak_rss_bytes():
+    """The most this process ever held; the kernel counts it in KiB, macOS in bytes."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def available_bytes():

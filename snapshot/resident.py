@@ -75,12 +75,25 @@ class ResidentTensors:
         self.router_names = {family.router_tensors(config, i)["router"][0] for i in config.sparse_layers}
         self.embed_name = family.model_tensors(config)["embed"][0]
         for layer in range(config.num_layers):
-            if not index.any_with_prefix(family.layer_prefix(layer)):
-                raise Refused(f"{index.folder}: layer {layer} has no tensors, config.json asks for {config.num_layers}")
+            if not index.has_layer(family.layer_prefix(layer)):
+                name = family.attention_tensors(config, layer)["input_norm"][0]
+                asked = f"config.json asks for {config.num_layers} layers"
+                raise index.incomplete(f"layer {layer} has no tensors, {name} for one; {asked}")
+        self.check_no_more_layers()
         self.has_indexer = self.check_indexer()
         for table in self.tables():
             for name, shape in table.values():
                 self.entries[name] = index.find(name, shape)
+
+    def check_no_more_layers(self):
+        """Layers beyond those of config.json would be left out in silence; one, the MTP layer, may follow."""
+        last, family = self.config.num_layers, self.family
+        mtp = self.config.num_mtp_layers or family.mtp_tensor(last) in self.index
+        for layer in (last + 1,) if mtp else (last, last + 1):
+            if self.index.has_layer(family.layer_prefix(layer)):
+                raise Refused(
+                    f"{self.index.folder}: holds tensors of layer {layer}, config.json asks for {last} layers"
+                )
 
     def check_indexer(self):
         """Whether there is an indexer. A container without any runs dense attention; a part of one is refused."""
@@ -88,7 +101,7 @@ class ResidentTensors:
         names = [name for i in full for name, _ in self.family.indexer_tensors(self.config, i).values()]
         missing = [name for name in names if name not in self.index]
         if missing and len(missing) < len(names):
-            raise Refused(f"{self.index.folder}: the indexer is incomplete, tensor {missing[0]} is missing")
+            raise self.index.incomplete(f"the indexer is incomplete, tensor {missing[0]} is missing")
         return not missing
 
     def tables(self):

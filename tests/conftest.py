@@ -52,7 +52,17 @@ def oracle_folder(tmp_path_factory):
 
 
 @pytest.fixture
-def load(monkeypatch):
+def text_folder(tmp_path):
+    """A writable copy of what models/tiny has for text: config, tokenizer and template, no weights."""
+    out = tmp_path / "text"
+    out.mkdir()
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(ROOT / "models" / "tiny" / name, out)
+    return out
+
+
+@pytest.fixture
+def load():
     """load(folder, cap=0, **variables) -> Loaded; closed when the test ends."""
     from engine.load import load_model
     from settings import Settings

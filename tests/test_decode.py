@@ -94,6 +94,18 @@ def test_a_beginning_that_is_known_is_not_prefilled_again(model):
     assert out == ref["continuation"] and not rows  # five rows are no prefill worth reporting
 
 
+def test_whoever_stops_listening_leaves_no_guess_behind(model):
+    ref = reference(NAME)[0]["greedy"]
+    kv = KvState(model.config, 60)
+    draft = Script(ref["prompt"] + ref["continuation"], 8)
+    generation = spec_decode(model, kv, ref["prompt"], Sampler(), 24, draft=draft)
+    taken = [next(generation) for _ in range(4)]
+    generation.close()
+    assert kv.length == 12 + 4
+    rest = list(spec_decode(model, kv.clone(), ref["prompt"] + taken + ref["continuation"][4:5], Sampler(), 19))
+    assert taken + ref["continuation"][4:5] + rest == ref["continuation"]
+
+
 def test_the_room_is_checked_first_and_used_to_the_last_position(model):
     ref = reference(NAME)[0]["greedy"]
     kv = KvState(model.config, 12 + 23)  # the last token needs no position

@@ -68,8 +68,11 @@ def test_matrices_are_the_bytes_of_the_file(cache_of, cap):
 
 def test_the_arena_is_allocated_up_front(cache_of):
     cache = cache_of(2)
-    assert len(cache.arena) == 4 * 2 * cache.slot_bytes  # four sparse layers
-    assert cache.slot_bytes % 4096 == 0 and cache.slot_bytes >= 3 * 32 * 64 * 2
+    expert_bytes = 3 * 32 * 64 * 2
+    slot_bytes = -(-expert_bytes // 4096) * 4096
+    assert len(cache.arena) == 4 * 2 * slot_bytes  # four sparse layers
+    for slots in cache.free.values():
+        assert all(start % 4096 == 0 and stop - start == slot_bytes for start, stop in slots)
 
 
 @pytest.mark.parametrize("bits", [8, 4, 2])
@@ -83,3 +86,20 @@ def test_packed_slots_hold_what_packing_the_file_gives(cache_of, bits):
             stored = tensors[f"model.layers.{LAYER}.mlp.experts.{expert}.{word}_proj.weight"]
             assert torch.equal(matrix.widen(), pack(stored.float(), bits).widen())
             assert matrix.num_bytes == packed_bytes(bits, *stored.shape)
+
+
+def test_layers_of_different_formats_have_slots_of_their_own_size(load, tmp_path):
+    """One layer stored in F32: its slots are twice as large, the others' stay small."""
+    import shutil
+
+    shutil.copytree(FIXTURES / "glm_moe_dsa", tmp_path, dirs_exist_ok=True)
+    tensors = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    for name in tensors:
+        if name.startswith(f"model.layers.{LAYER}.mlp.experts."):
+            tensors[name] = tensors[name].float()
+    safetensors.torch.save_file(tensors, tmp_path / "model.safetensors")
+    loaded = load(tmp_path, cap=3)
+    sizes = loaded.plan.slot_bytes
+    assert sizes == {1: 12288, 2: 24576, 3: 12288, 4: 12288}
+    assert len(loaded.model.experts.arena) == 3 * sum(sizes.values()) == loaded.plan.cache
+    assert ask(loaded.model.experts, [0, 1, 2, 3]) == (0, 4)

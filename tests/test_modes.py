@@ -198,6 +198,39 @@ def test_ctrl_c_ends_cleanly_with_the_statistics():
     assert out.endswith(b"\n")
 
 
+def test_sigterm_ends_as_ctrl_c_does():
+    environ = {"PATH": os.environ["PATH"], "PROMPT": "In the beginning", "NGEN": "900", "TEMP": "0.9"}
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "colibri.py")], env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    process.stdout.read(20)
+    process.terminate()
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 143 and b"[done]" in err and b"Traceback" not in err
+
+
+@pytest.mark.parametrize("variables", [{}, {"NO_COLOR": "1"}, {"TERM": "dumb"}], ids=["bar", "no-color", "dumb"])
+def test_a_bar_on_a_terminal_and_plain_lines_elsewhere(variables):
+    """stderr is a pseudo-terminal here: a bar is drawn and wiped, without a colour; a dumb terminal gets lines."""
+    primary, secondary = os.openpty()
+    environ = {"PATH": os.environ["PATH"], "PROMPT": "one two three four five six", "NGEN": "2", "TERM": "xterm"}
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "colibri.py")], env=environ | variables, stdout=subprocess.PIPE, stderr=secondary
+    )
+    os.close(secondary)
+    shown = b""
+    try:
+        while piece := os.read(primary, 4096):
+            shown += piece
+    except OSError:  # the other end is closed: how Linux says the end
+        pass
+    os.close(primary)
+    process.communicate(timeout=60)
+    assert process.returncode == 0 and b"\x1b[3" not in shown
+    assert (b"\r[prefill] layer 1/5" in shown) == (variables.get("TERM") != "dumb")
+    assert (b"\x1b" in shown) == (variables.get("TERM") != "dumb")
+
+
 def test_a_reader_that_goes_away_is_no_traceback():
     """PROMPT=... python colibri.py | head -c 1"""
     environ = {"PATH": os.environ["PATH"], "PROMPT": "In the beginning", "NGEN": "600"}
@@ -222,7 +255,8 @@ def test_a_reader_that_goes_away_is_no_traceback():
         ([], {"PROMPT": ""}, "PROMPT is empty"),
         (["cap"], {"PROMPT": "x"}, "cap='cap'"),
         ([], {"PROMPT": "x", "RAM_GB": "0.05"}, "need 0."),
-        ([], {"SCORE": "requests.txt"}, "SCORE is set, and that mode is not built yet"),
+        ([], {"SERVE": "1"}, "SERVE is set, and that mode is not built yet"),
+        ([], {"SCORE": "/no/requests.txt"}, "SCORE=/no/requests.txt: No such file"),
         ([], {"REF": "/no/ref.json"}, "/no/ref.json: no such file"),
     ],
 )

@@ -1,10 +1,17 @@
 """The budget: what is planned, what is refused, and where free memory is read."""
 
+import json
+import os
+import re
+import subprocess
+import sys
+
 import pytest
 
 import snapshot.memory
+from settings import EMBEDDED_SNAPSHOT
 from snapshot.errors import Refused
-from tests.conftest import FIXTURES
+from tests.conftest import FIXTURES, ROOT
 
 SNAPSHOT = FIXTURES / "glm_moe_dsa"
 
@@ -12,11 +19,12 @@ SNAPSHOT = FIXTURES / "glm_moe_dsa"
 def test_cap_0_takes_what_the_budget_allows(load, monkeypatch):
     plan = load(SNAPSHOT).plan
     assert plan.num_slots == plan.num_experts == 8
-    one_slot = plan.need - plan.cache + plan.num_sparse_layers * plan.slot
+    row = sum(plan.slot_bytes.values())  # one slot in every layer
+    one_slot = plan.need - plan.cache + row
     monkeypatch.setattr("engine.plan.rss_bytes", lambda: plan.process)
     for spare, slots in [(0, 1), (0.99, 1), (1, 2), (5.5, 6), (100, 8)]:
-        budget = one_slot + spare * plan.num_sparse_layers * plan.slot
-        loaded = load(SNAPSHOT, RAM_GB=budget / 1e9 + 1e-9)
+        budget = one_slot + spare * row
+        loaded = load(SNAPSHOT, RAM_GB=budget / 1e9 + 1e-9, PREFILL_CHUNK=1024)
         assert loaded.plan.num_slots == slots
         assert loaded.plan.need <= loaded.plan.budget
 
@@ -24,7 +32,7 @@ def test_cap_0_takes_what_the_budget_allows(load, monkeypatch):
 def test_what_does_not_fit_is_refused_with_need_and_have(load, monkeypatch):
     reads = []
     monkeypatch.setattr("snapshot.reader.Reader.read_into", lambda *rest: reads.append(rest))
-    with pytest.raises(Refused, match=r"need 0\.\d\d GB with one expert slot per layer and CTX=2048, have 0\.01 GB"):
+    with pytest.raises(Refused, match=r"need 0\.\d+ GB with one expert slot per layer and CTX=2048, have 0\.010 GB"):
         load(SNAPSHOT, RAM_GB=0.01)
     with pytest.raises(Refused, match=r"with cap 8 .* raise RAM_GB"):
         load(SNAPSHOT, cap=8, RAM_GB=0.01)
@@ -40,7 +48,7 @@ def test_one_slot_is_warned_about(load):
 def test_bits_shrink_the_plan_and_are_said(load, bits):
     plain, packed = load(SNAPSHOT).plan, load(SNAPSHOT, expert_bits=bits, dense_bits=bits)
     assert packed.plan.resident < plain.resident
-    assert packed.plan.slot <= plain.slot
+    assert packed.plan.cache <= plain.cache
     assert sum("quantised" in notice for notice in packed.notices) == 2
 
 
@@ -49,6 +57,60 @@ def test_ctx_is_honoured_and_beyond_the_model_is_said(load):
     assert loaded.context == 64 and loaded.plan.kv == load(SNAPSHOT, CTX=128).plan.kv // 2
     assert any("beyond the 2048 positions" in notice for notice in load(SNAPSHOT, CTX=4096).notices)
     assert load(SNAPSHOT).context == 2048
+
+
+def test_a_tight_budget_gets_smaller_chunks_and_says_so(load):
+    roomy = load(SNAPSHOT).plan
+    assert roomy.prefill_chunk == 1024
+    for share, chunk in [(2.5, 1024), (1.5, 512)]:
+        budget = roomy.fixed + share * roomy.scratch
+        plan = load(SNAPSHOT, RAM_GB=budget / 1e9).plan
+        assert plan.prefill_chunk == chunk and f"chunks of {chunk}" in plan.lines()[1]
+        assert plan.scratch <= (plan.budget - plan.fixed) / 2
+    assert load(SNAPSHOT, RAM_GB=budget / 1e9, PREFILL_CHUNK=1000).plan.prefill_chunk == 1000  # asked for, kept
+
+
+@pytest.mark.parametrize("arguments", [[], ["2", "4", "8"]])
+def test_the_script_prints_the_plan_that_the_engine_obeys(run_colibri, arguments):
+    """`python scripts/plan.py models/tiny --json` and the engine's own two lines agree."""
+    environ = {"PATH": os.environ["PATH"], "RAM_GB": "1", "CTX": "512"}
+    command = [sys.executable, str(ROOT / "scripts" / "plan.py"), str(EMBEDDED_SNAPSHOT), *arguments]
+    script = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
+    printed = subprocess.run([*command, "--json"], env=environ, capture_output=True, text=True, check=True)
+    engine = run_colibri(*arguments, PROMPT="x", NGEN=1, RAM_GB=1, CTX=512).stderr.decode()
+    lines = script.stdout.splitlines()[:2]
+    assert [line for line in engine.splitlines() if line.startswith("[plan]")] == lines
+    plan = json.loads(printed.stdout)
+    assert plan["need"] == plan["process"] + plan["resident"] + plan["kv"] + plan["scratch"] + plan["cache"]
+    assert f"need {plan['need'] / 1e9:.3f} GB" in lines[0] and f"cache: {plan['num_slots']} of 24" in lines[1]
+    assert plan["slot_bytes"].keys() == {"1", "2", "3", "4"}
+
+
+def test_the_script_refuses_what_does_not_fit():
+    environ = {"PATH": os.environ["PATH"], "RAM_GB": "0.05"}
+    command = [sys.executable, str(ROOT / "scripts" / "plan.py"), str(EMBEDDED_SNAPSHOT)]
+    process = subprocess.run(command, env=environ, capture_output=True, text=True)
+    assert process.returncode == 2 and process.stderr.startswith("plan: this does not fit: need 0.")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ram_gb", [0.4, 0.5, 1, 2])
+def test_the_promise(run_colibri, tmp_path_factory, tmp_path, ram_gb):
+    """A model of 1.5 GB, 2,000 tokens of prefill and 500 of decode: RSS within 5 % of RAM_GB, or refused with need
+    and have."""
+    folder = tmp_path_factory.getbasetemp() / "synthetic"
+    if not folder.exists():
+        command = [sys.executable, str(ROOT / "scripts" / "make_synthetic.py"), str(folder), "--moe-width", "1024"]
+        subprocess.run(command, check=True)
+    process = run_colibri(SNAP=folder, REPLAY=1, RAM_GB=ram_gb, REPORT=tmp_path / "r.json", timeout=900)
+    if process.returncode == 2:
+        assert re.search(rb"need 0\.\d+ GB with one expert slot per layer .* have 0\.\d+ GB", process.stderr)
+        assert ram_gb < 0.5, process.stderr
+        return
+    assert process.returncode == 0, process.stderr
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert report["peak_rss_bytes"] <= 1.05 * ram_gb * 1e9
+    assert report["tokens"] == 500 and report["prompt_tokens"] == 1999
 
 
 # --- free memory ------------------------------------------------------------------------------------------------------

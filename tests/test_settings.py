@@ -48,7 +48,7 @@ def test_bad_arguments(arguments, message):
         ("RAM_GB", "-1"),
         ("RAM_GB", "nan"),
         ("NUCLEUS", "most"),
-        ("PREFILL_CHUNK", "0"),
+        ("PREFILL_CHUNK", "-1"),
         ("PROMPT", ""),
         ("PROMPT", "  \n"),
     ],

@@ -1,7 +1,6 @@
 """Tokenizer, prefix, chat template and the UTF-8-safe stream, on the tokenizer of models/tiny."""
 
 import json
-import shutil
 
 import pytest
 from hypothesis import given
@@ -92,48 +91,45 @@ def test_stop_ids_of_the_tokenizer():
 # --- other folders ----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def folder(tmp_path):
-    for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(EMBEDDED_SNAPSHOT / name, tmp_path)
-    return tmp_path
-
-
-def test_a_missing_or_broken_tokenizer_is_refused(folder):
-    path = folder / "tokenizer.json"
+def test_a_missing_or_broken_tokenizer_is_refused(text_folder):
+    path = text_folder / "tokenizer.json"
     path.write_text("{}")
     with pytest.raises(Refused, match=r"tokenizer\.json: is not a tokenizer"):
-        TextTokenizer(folder, CONFIG)
+        TextTokenizer(text_folder, CONFIG)
     path.unlink()
     with pytest.raises(Refused, match=r"tokenizer\.json: no such file"):
-        TextTokenizer(folder, CONFIG)
+        TextTokenizer(text_folder, CONFIG)
 
 
-def test_a_tokenizer_of_another_model_is_refused(folder):
+def test_a_tokenizer_of_another_model_is_refused(text_folder):
     from dataclasses import replace
 
     with pytest.raises(Refused, match="belong to different models"):
-        TextTokenizer(folder, replace(CONFIG, vocab_size=2000))
+        TextTokenizer(text_folder, replace(CONFIG, vocab_size=2000))
 
 
-def test_the_template_may_stand_in_tokenizer_config(folder):
-    (folder / "chat_template.jinja").unlink()
+def test_the_template_may_stand_in_tokenizer_config(text_folder):
+    (text_folder / "chat_template.jinja").unlink()
     with pytest.raises(Refused, match="no chat template"):
-        TextTokenizer(folder, CONFIG).render_chat([])
-    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages[0].content | tojson }}"}))
-    assert TextTokenizer(folder, CONFIG).render_chat([{"role": "user", "content": "<é>"}]) == '"<é>"'
+        TextTokenizer(text_folder, CONFIG).render_chat([])
+    (text_folder / "tokenizer_config.json").write_text(
+        json.dumps({"chat_template": "{{ messages[0].content | tojson }}"})
+    )
+    assert TextTokenizer(text_folder, CONFIG).render_chat([{"role": "user", "content": "<é>"}]) == '"<é>"'
 
 
 @pytest.mark.parametrize("template", ["{{ raise_exception('no') }}", "{% for %}", "{{ ''.__class__.__mro__ }}"])
-def test_a_template_that_fails_or_digs_is_refused(folder, template):
-    (folder / "chat_template.jinja").write_text(template)
+def test_a_template_that_fails_or_digs_is_refused(text_folder, template):
+    (text_folder / "chat_template.jinja").write_text(template)
     with pytest.raises(Refused, match="chat template failed"):
-        TextTokenizer(folder, CONFIG).render_chat([{"role": "user", "content": "x"}])
+        TextTokenizer(text_folder, CONFIG).render_chat([{"role": "user", "content": "x"}])
 
 
-def test_a_vocabulary_without_the_prefix(folder):
-    tokenizer = json.loads((folder / "tokenizer.json").read_text())
-    tokenizer["added_tokens"] = [t for t in tokenizer["added_tokens"] if t["content"] != "<sop>"]
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    bare = TextTokenizer(folder, CONFIG)
+def test_a_vocabulary_without_the_prefix(text_folder):
+    tokenizer = json.loads((text_folder / "tokenizer.json").read_text())
+    for token in tokenizer["added_tokens"]:
+        if token["content"] == "<sop>":
+            token["content"] = "<other>"
+    (text_folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    bare = TextTokenizer(text_folder, CONFIG)
     assert not bare.has_prefix and bare.with_prefix([1, 2]) == [1, 2]

@@ -240,26 +240,32 @@ class TinyGlm(nn.Module):
         inv_freq = self.c.rope_parameters["rope_theta"] ** (-torch.arange(0, R, 2).float() / R)
         return torch.arange(T).float()[:, None] * inv_freq
 
-    def forward(self, ids, probe=1, mtp_rows=0):
-        """ids [B, T+1] -> (language loss, MTP loss, index loss), means in nats. The MTP layer sees mtp_rows rows."""
-        inputs, targets = ids[:, :-1], ids[:, 1:]
+    def logits(self, ids, probe=1, mtp_rows=0):
+        """ids [B, T+1] -> logits after the first T of each row [B, T, vocab], the MTP layer's [mtp_rows, T-1, vocab]
+        (slot i says what follows token i+1), and what index_loss needs."""
+        inputs = ids[:, :-1]
         angles = self.angles(inputs.shape[1])
         x, mask, probes = self.embed_tokens(inputs), None, []
         for layer in self.layers[:-1]:
             x, mask, probed = layer(x, angles, mask, probe)
             probes.append(probed)
         hidden = self.norm(x)
-        loss = F.cross_entropy(self.lm_head(hidden).float().flatten(0, 1), targets.flatten())
-        mtp_loss = torch.zeros(())
+        logits = self.lm_head(hidden).float()
+        if not mtp_rows:
+            return logits, None, probes
+        mtp = self.layers[-1]
+        e = mtp.enorm(self.embed_tokens(ids[:mtp_rows, 1:-1]))
+        h = mtp.hnorm(hidden[:mtp_rows, :-1])
+        x = mtp.eh_proj(torch.cat([e, h], dim=-1))
+        x, _, probed = mtp(x, angles[:-1], None, probe)
+        return logits, self.lm_head(mtp.shared_head.norm(x)).float(), [*probes, probed]
+
+    def forward(self, ids, probe=1, mtp_rows=0):
+        """ids [B, T+1] -> (language loss, MTP loss, index loss), means in nats. The MTP layer sees mtp_rows rows."""
+        logits, mtp_logits, probes = self.logits(ids, probe, mtp_rows)
+        loss, mtp_loss = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()), torch.zeros(())
         if mtp_rows:
-            mtp = self.layers[-1]
-            e = mtp.enorm(self.embed_tokens(targets[:mtp_rows, :-1]))
-            h = mtp.hnorm(hidden[:mtp_rows, :-1])
-            x = mtp.eh_proj(torch.cat([e, h], dim=-1))
-            x, _, probed = mtp(x, angles[:-1], None, probe)
-            mtp_logits = self.lm_head(mtp.shared_head.norm(x))
-            mtp_loss = F.cross_entropy(mtp_logits.float().flatten(0, 1), targets[:mtp_rows, 1:].flatten())
-            probes.append(probed)
+            mtp_loss = F.cross_entropy(mtp_logits.flatten(0, 1), ids[:mtp_rows, 2:].flatten())
         return loss, mtp_loss, index_loss(probes)
 
     def snapshot(self):

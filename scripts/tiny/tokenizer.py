@@ -65,8 +65,8 @@ For each function call, output the function name and arguments within the follow
 """
 
 
-def train_tokenizer(texts):
-    """-> tokenizers.Tokenizer of exactly VOCAB_SIZE pieces, the added tokens last."""
+def train_tokenizer(texts, vocab_size=VOCAB_SIZE):
+    """-> tokenizers.Tokenizer of exactly vocab_size pieces, the added tokens last."""
     added = GLM_SPECIAL + GLM_PLAIN + NANOCHAT
     tokenizer = Tokenizer(models.BPE(ignore_merges=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -78,14 +78,14 @@ def train_tokenizer(texts):
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE - len(added),
+        vocab_size=vocab_size - len(added),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
     tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in GLM_SPECIAL + NANOCHAT])
     tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t in GLM_PLAIN])
-    assert tokenizer.get_vocab_size() == VOCAB_SIZE, tokenizer.get_vocab_size()
+    assert tokenizer.get_vocab_size() == vocab_size, tokenizer.get_vocab_size()
     return tokenizer
 
 

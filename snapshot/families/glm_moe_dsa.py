@@ -4,11 +4,14 @@ Declarative: which numbers, which names. The arithmetic is forward/'s.
 """
 
 from snapshot.config import ModelConfig
+from snapshot.errors import show
 
 TEXT_PREFIX = ("[gMASK]", "<sop>")
 # transformers builds the two latent norms with the class default, whatever rms_norm_eps says.
 LATENT_NORM_EPS = 1e-6
 INDEX_NORM_EPS = 1e-6
+# The engine keeps a few hundred bytes for each routed expert; GLM-5.2 has 19,200.
+MAX_ROUTED_EXPERTS = 1 << 17
 
 
 def read_config(fields):
@@ -77,6 +80,12 @@ def check_sizes(fields, c):
         fields.refuse("num_experts_per_tok", f"is {c.num_active_experts}, more than topk_group groups hold")
     if c.indexer_types[0] != "full":
         fields.refuse("indexer_types", "must begin with full: a shared layer reuses an earlier selection")
+    if c.num_experts * len(c.sparse_layers) > MAX_ROUTED_EXPERTS:
+        experts = f"{c.num_experts} experts in {len(c.sparse_layers)} layers"
+        fields.refuse("n_routed_experts", f"makes {experts}, above {MAX_ROUTED_EXPERTS} in all")
+    # Numbers that follow from others: a config that says otherwise was put together from two.
+    fields.only("qk_head_dim", c.qk_head_dim)
+    fields.only("num_key_value_heads", c.num_heads)
 
 
 def read_rope_theta(fields):
@@ -86,10 +95,10 @@ def read_rope_theta(fields):
         fields.refuse("rope_parameters", "must be an object")
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default":
-        fields.refuse("rope_parameters.rope_type", f"is {kind!r}, this engine computes only 'default' here")
+        fields.refuse("rope_parameters.rope_type", f"is {show(kind)}, this engine computes only 'default' here")
     theta = rope.get("rope_theta", fields.get("rope_theta", 10000.0))
     if isinstance(theta, bool) or not isinstance(theta, (int, float)) or not 1 <= theta <= 1e12:
-        fields.refuse("rope_parameters.rope_theta", f"is {theta!r}, expected a number from 1 to 1e12")
+        fields.refuse("rope_parameters.rope_theta", f"is {show(theta)}, expected a number from 1 to 1e12")
     return float(theta)
 
 
@@ -135,6 +144,11 @@ def model_tensors(c):
 
 def layer_prefix(layer):
     return f"model.layers.{layer}."
+
+
+def mtp_tensor(layer):
+    """The tensor that tells a multi-token-prediction layer from one more of the main series."""
+    return layer_prefix(layer) + "eh_proj.weight"
 
 
 def attention_tensors(c, layer):

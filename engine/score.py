@@ -1,0 +1,127 @@
+"""Log-likelihoods of continuations, many requests to a sweep over the experts.
+
+Requests with the same context form a group: the context goes through the model once, each continuation on a clone of
+its KV state. Groups are put together into waves: all contexts of a wave are one forward, all its continuations another,
+so each expert is fetched about twice a wave, however many requests are in it. The last token of a continuation needs no
+forward.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from forward.kv_state import KvState
+from forward.lm_head import LOGIT_ROWS
+from forward.step import logprobs_of, step, step_logprobs
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Token ids; the context holds at least one."""
+
+    context: tuple[int, ...]
+    continuation: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """Sum of log p of the continuation's tokens, and whether each of them is the argmax (ties: lowest id)."""
+
+    logprob: float
+    greedy: bool
+
+
+@dataclass(slots=True)
+class ScoreCounters:
+    """Rows that went through the model."""
+
+    context_rows: int = 0
+    continuation_rows: int = 0
+
+
+def score_requests(model, requests, max_positions, counters=None):
+    """requests: list of Request, each of at most max_positions + 1 tokens -> yields (index, Score), wave by wave.
+
+    The KV states of a wave hold at most max_positions positions together, those of a single group at most twice that:
+    a group that is larger goes one continuation at a time over one state.
+    """
+    counters = counters or ScoreCounters()
+    groups = {}
+    for index, request in enumerate(requests):
+        groups.setdefault(request.context, []).append(index)
+    for wave in make_waves(groups, requests, max_positions):
+        yield from score_wave(model, wave, requests, max_positions, counters)
+
+
+def positions_of(context, indices, requests):
+    """Positions of the KV states of a group: each continuation on a clone of the context."""
+    return sum(len(context) + max(len(requests[i].continuation) - 1, 0) for i in indices)
+
+
+def make_waves(groups, requests, max_positions):
+    """Groups in order, as many to a wave as their states and the logits of their contexts allow; at least one."""
+    wave, used = [], 0
+    for context, indices in groups.items():
+        need = positions_of(context, indices, requests)
+        if wave and (used + need > max_positions or len(wave) == LOGIT_ROWS):
+            yield wave
+            wave, used = [], 0
+        wave.append((context, indices))
+        used += need
+    if wave:
+        yield wave
+
+
+def score_wave(model, wave, requests, max_positions, counters):
+    """One wave of groups [(context, request indices), ...] -> (index, Score) of each request."""
+    # 1) every context once; a state is as long as its longest continuation needs
+    states = []
+    for context, indices in wave:
+        longest = max(len(requests[i].continuation) for i in indices)
+        states.append(KvState(model.config, len(context) + max(longest - 1, 0)))
+        counters.context_rows += len(context)
+    logits = step(model, [(list(context), kv) for (context, _), kv in zip(wave, states, strict=True)])
+
+    # 2) the first token of a continuation follows from the context's last logits
+    sums, greedy, rest = {}, {}, []
+    for row, ((_, indices), kv) in enumerate(zip(wave, states, strict=True)):
+        argmax = int(logits[row].argmax())
+        for i in indices:
+            continuation = requests[i].continuation
+            first = continuation[:1]
+            sums[i] = float(logprobs_of(logits[row : row + 1], torch.tensor(first))) if first else 0.0
+            greedy[i] = all(token == argmax for token in first)
+            if len(continuation) > 1:
+                rest.append((i, kv))
+
+    # 3) the others in one forward, each on its own state; when the clones would not fit, one after the other
+    def add(part):
+        batch = [(list(requests[i].continuation[:-1]), kv) for i, kv in part]
+        targets = [token for i, _ in part for token in requests[i].continuation[1:]]
+        logprobs, best = step_logprobs(model, batch, targets)
+        counters.continuation_rows += len(targets)
+        at = 0
+        for i, _ in part:
+            count = len(requests[i].continuation) - 1
+            sums[i] += float(logprobs[at : at + count].sum())
+            greedy[i] &= best[at : at + count].tolist() == targets[at : at + count]
+            at += count
+
+    fits = sum(positions_of(context, indices, requests) for context, indices in wave) <= max_positions
+    if fits:
+        if rest:
+            add(own_states(rest, requests))
+    else:
+        for i, kv in rest:
+            length = kv.length
+            add([(i, kv)])
+            kv.trim(length)
+    for _, indices in wave:
+        for i in indices:
+            yield i, Score(sums[i], greedy[i])
+
+
+def own_states(rest, requests):
+    """Give each continuation a state of its own: a clone, but for the last of a group, which takes the original."""
+    last = {id(kv): i for i, kv in rest}
+    return [(i, kv if last[id(kv)] == i else kv.clone(kv.length + len(requests[i].continuation) - 1)) for i, kv in rest]

@@ -1,0 +1,52 @@
+"""REPLAY: how fast this model decodes here. The tokens are those of REF, fed one at a time, so every run does the same.
+
+prompt_ids but the last are prefilled; then full_ids from there to the last but one go through, one forward each, with
+the logits a decoder would need. Prefill and decode are timed and counted apart.
+"""
+
+import torch
+
+from forward.kv_state import KvState
+from forward.step import step
+from modes.console import prefill_progress, say
+from modes.reference import read_reference, reference_path
+from modes.run import Run, profile_line, write_report
+from snapshot.errors import Refused
+
+
+def run_replay(settings, loaded):
+    """-> 0. The first line on stdout is REPLAY decode: N token in S s | X tok/s | expert hit Y%."""
+    reference = read_reference(settings, loaded, "prompt_ids", "full_ids")
+    prompt, full = reference["prompt_ids"], reference["full_ids"]
+    if len(prompt) < 2 or len(full) <= len(prompt):
+        raise Refused(f"{reference_path(settings)}: REPLAY needs two prompt_ids and one token more in full_ids")
+    model, run = loaded.model, Run("replay", loaded)
+    run.num_prompt_ids = first = len(prompt) - 1
+    kv = KvState(model.config, len(full))
+    step(model, [(full[:first], kv)], prefill_progress)
+    run.prefill_done()
+    prefill_read = model.experts.counters.bytes_read
+    model.experts.reset_counters()
+    model.profile.reset()
+    equal = 0
+    for at in range(first, len(full) - 1):
+        logits = step(model, [([full[at]], kv)])
+        equal += int(torch.argmax(logits)) == full[at + 1]
+    num_tokens = len(full) - 1 - first
+    prefill, decode = run.seconds()
+    cache = model.experts.counters
+    print(
+        f"REPLAY decode: {num_tokens} token in {decode:.2f} s | {num_tokens / decode:.2f} tok/s | "
+        f"expert hit {100 * cache.hit_rate:.1f}%"
+    )
+    disk = cache.bytes_read / cache.wait_seconds / 1e9 if cache.wait_seconds else 0.0
+    print(
+        f"REPLAY prefill: {first} token in {prefill:.2f} s | {first / prefill:.2f} tok/s | {prefill_read / 1e9:.3f} GB"
+    )
+    print(f"REPLAY disk: {cache.bytes_read / num_tokens / 1e6:.3f} MB a token | {disk:.2f} GB/s while waiting")
+    numbers = run.numbers(num_tokens, prefill_expert_bytes_read=prefill_read, argmax_equal=equal)
+    # The profile is that of the decode alone.
+    numbers["profile"]["rest"] -= prefill
+    say(profile_line(numbers["profile"]))
+    write_report(settings, numbers)
+    return 0

@@ -1,0 +1,111 @@
+"""Clocks and counters of one run, and what becomes of them: heartbeat, statistics, profile, REPORT."""
+
+import json
+import os
+import time
+from pathlib import Path
+
+from engine.decode import DecodeCounters
+from modes.console import say
+from snapshot.errors import Refused
+from snapshot.memory import peak_rss_bytes, rss_bytes
+
+HEARTBEAT_EVERY = 16  # tokens
+
+
+class Run:
+    """Made when the model is loaded. `counters` are those of spec_decode, which fills them."""
+
+    def __init__(self, mode, loaded):
+        self.mode, self.loaded, self.model = mode, loaded, loaded.model
+        self.counters = DecodeCounters()
+        self.num_prompt_ids = 0
+        self.started = time.perf_counter()
+        self.prefilled = None  # when decoding began
+
+    def prefill_done(self):
+        """Everything before this was prefill, everything after it is decoding."""
+        self.prefilled = time.perf_counter()
+
+    def on_token(self):
+        """Call for each token of spec_decode as it comes; every 16 tokens it says how things go."""
+        if self.prefilled is None:
+            self.prefill_done()
+        if self.counters.tokens % HEARTBEAT_EVERY == 0:
+            # The prefill paid for the first token.
+            say(f"[t={self.counters.tokens}  {self.state(self.counters.tokens - 1)}]")
+
+    def seconds(self):
+        """-> (prefill, decode) up to now."""
+        now = time.perf_counter()
+        prefilled = self.prefilled or now
+        return prefilled - self.started, now - prefilled
+
+    def state(self, num_decoded):
+        """RSS, hit rate, speed and tokens per forward in one line."""
+        decode, cache = self.seconds()[1], self.model.experts.counters
+        speed = f"{num_decoded / decode:.1f}" if num_decoded > 0 and decode > 0 else "-"
+        return (
+            f"RSS {rss_bytes() / 1e9:.2f} GB  hit {cache.hit_rate:.1%}  {speed} tok/s  "
+            f"{self.counters.tokens_per_forward:.2f} tok/fw"
+        )
+
+    def numbers(self, num_decoded, **more):
+        """Every number of the run, as REPORT holds it: docs/report.md. `num_decoded` tokens took the decode time."""
+        (prefill, decode), c, cache = self.seconds(), self.counters, self.model.experts.counters
+        profile = {"expert-disk": cache.wait_seconds, **self.model.profile.seconds}
+        profile["rest"] = prefill + decode - sum(profile.values())
+        plan = self.loaded.plan
+        return {
+            "mode": self.mode,
+            "model": self.loaded.folder.resolve().name,
+            "model_type": self.model.config.model_type,
+            "prompt_tokens": self.num_prompt_ids,
+            "tokens": num_decoded if self.mode == "replay" else c.tokens,
+            "prefill_s": prefill,
+            "decode_s": decode,
+            "tok_s": num_decoded / decode if num_decoded > 0 and decode > 0 else None,
+            "forwards": c.forwards,
+            "tokens_per_forward": c.tokens_per_forward if c.forwards else None,
+            "hits": cache.hits,
+            "misses": cache.misses,
+            "hit_rate": cache.hit_rate,
+            "expert_bytes_read": cache.bytes_read,
+            "disk_wait_s": cache.wait_seconds,
+            "rss_bytes": rss_bytes(),
+            "peak_rss_bytes": peak_rss_bytes(),
+            "budget_bytes": plan.budget,
+            "context": self.loaded.context,
+            "cache_slots": plan.num_slots,
+            "cache_bytes": plan.cache,
+            "lossy": list(self.loaded.lossy),
+            "profile": profile,
+            **more,
+        }
+
+    def summary(self, numbers):
+        """The statistics of a generation, and its profile."""
+        say(
+            f"[done] prompt: {numbers['prompt_tokens']} tokens in {numbers['prefill_s']:.2f} s | answer: "
+            f"{numbers['tokens']} tokens in {numbers['decode_s']:.2f} s | "
+            f"read {numbers['expert_bytes_read'] / 1e9:.3f} GB | {self.state(self.counters.tokens - 1)}"
+        )
+        say(profile_line(numbers["profile"]))
+
+
+def profile_line(profile):
+    """PROFILE: expert-disk a | expert-matmul b | attention c | lm_head d | ... | rest z s"""
+    return "PROFILE: " + " | ".join(f"{stage} {seconds:.2f}" for stage, seconds in profile.items()) + " s"
+
+
+def write_report(settings, numbers):
+    """REPORT=file.json: the numbers of a run, whole or not at all."""
+    if not settings.report:
+        return
+    path = Path(settings.report)
+    part = path.with_name(path.name + ".part")
+    try:
+        part.write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
+        os.replace(part, path)
+    except OSError as error:
+        raise Refused(f"REPORT={settings.report}: cannot be written ({error.strerror})") from None

@@ -1,0 +1,152 @@
+"""SCORE: log-likelihoods of a file of requests, one line each on stdout in the order of the file.
+
+    <ctxlen> <contlen> id id ...                       token ids, context then continuation
+    {"context": ..., "continuation": ...}              JSON, each a text or a list of token ids
+
+A line of output is `logprob contlen greedy`: the sum of log p over the continuation, its tokens, and 1 when greedy
+decoding would have written it. Blank lines, and ids that are none, are errors that name the line: a file is checked
+whole before anything runs.
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+from engine.score import Request, ScoreCounters, score_requests
+from modes.console import say
+from modes.run import Run, profile_line, write_report
+from snapshot.errors import Refused
+from snapshot.memory import rss_bytes
+from snapshot.tokenizer import TextTokenizer
+
+PROGRESS_SECONDS = 2.0
+
+
+def run_score(settings, loaded):
+    """-> 0 when every request has its line."""
+    requests = read_requests(settings, loaded)
+    run, counters, results, printed = Run("score", loaded), ScoreCounters(), {}, 0
+    said = run.started
+    for index, score in score_requests(loaded.model, requests, loaded.context, counters):
+        results[index] = score
+        while printed in results:  # waves end out of order, lines do not
+            score = results[printed]
+            print(f"{score.logprob:.6f} {len(requests[printed].continuation)} {int(score.greedy)}")
+            printed += 1
+        sys.stdout.flush()
+        if (now := time.perf_counter()) - said > PROGRESS_SECONDS or len(results) == len(requests):
+            said = now
+            say(progress_line(len(results), len(requests), now - run.started, loaded.model))
+    run.num_prompt_ids = counters.context_rows
+    numbers = run.numbers(
+        0,
+        requests=len(requests),
+        context_rows=counters.context_rows,
+        continuation_rows=counters.continuation_rows,
+    )
+    say(
+        f"[done] {len(requests)} requests in {numbers['prefill_s']:.2f} s | rows: {counters.context_rows} of contexts, "
+        f"{counters.continuation_rows} of continuations | read {numbers['expert_bytes_read'] / 1e9:.3f} GB"
+    )
+    say(profile_line(numbers["profile"]))
+    write_report(settings, numbers)
+    return 0
+
+
+def progress_line(done, total, seconds, model):
+    left, rss = seconds / done * (total - done), rss_bytes() / 1e9
+    hit = model.experts.counters.hit_rate
+    return f"[score {done}/{total} req | {seconds:.0f} s | {left:.0f} s left | RSS {rss:.2f} GB | hit {hit:.1%}]"
+
+
+def read_requests(settings, loaded):
+    """The file -> list of Request, prefixed by the family's rule. Every fault names its line."""
+    path = Path(settings.score)
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise Refused(f"SCORE={path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise Refused(f"SCORE={path}: is not valid UTF-8") from None
+    if not lines:
+        raise Refused(f"SCORE={path}: holds no requests")
+    reader = RequestReader(settings, loaded)
+    requests = []
+    for number, line in enumerate(lines, 1):
+        try:
+            requests.append(reader.read(line.strip()))
+        except ValueError as error:
+            raise Refused(f"SCORE={path}, line {number}: {error}") from None
+    return requests
+
+
+class RequestReader:
+    """Lines -> Requests. The tokenizer is needed for texts, and for the prefix of a family that has one."""
+
+    def __init__(self, settings, loaded):
+        self.config, self.context = loaded.model.config, loaded.context
+        self.tokenizer, self.add_prefix = None, False
+        if (loaded.folder / "tokenizer.json").exists():
+            self.tokenizer = TextTokenizer(loaded.folder, self.config)
+        if self.config.text_prefix and settings.prefix:
+            self.add_prefix = self.tokenizer is not None and self.tokenizer.has_prefix
+            if not self.add_prefix:
+                say(f"[prefix] no tokenizer with {' '.join(self.config.text_prefix)}: requests go without that prefix")
+
+    def read(self, line):
+        """One line -> Request; ValueError says what is wrong with it."""
+        if not line:
+            raise ValueError("is blank; every line must be a request")
+        context, continuation = self.read_json(line) if line.startswith("{") else self.read_ids(line)
+        for token in (*context, *continuation):
+            if not 0 <= token < self.config.vocab_size:
+                raise ValueError(f"id {token} is outside the vocabulary of {self.config.vocab_size}")
+        if self.add_prefix:
+            context = self.tokenizer.with_prefix(context)
+        if not context:
+            raise ValueError("the context is empty; the first token of a text has no log-likelihood")
+        if len(context) + len(continuation) > self.context + 1:
+            raise ValueError(f"has {len(context) + len(continuation)} tokens, CTX is {self.context}; raise CTX")
+        return Request(tuple(context), tuple(continuation))
+
+    def read_ids(self, line):
+        """<ctxlen> <contlen> id id ..."""
+        try:
+            num_context, num_continuation, *ids = [int(word) for word in line.split()]
+        except ValueError:
+            raise ValueError("expected whole numbers: ctxlen contlen id id ...") from None
+        if num_context < 0 or num_continuation < 0:
+            raise ValueError("ctxlen and contlen cannot be negative")
+        if len(ids) != num_context + num_continuation:
+            raise ValueError(f"has {len(ids)} ids, ctxlen + contlen is {num_context + num_continuation}")
+        return ids[:num_context], ids[num_context:]
+
+    def read_json(self, line):
+        """{"context": text or ids, "continuation": text or ids}"""
+        try:
+            fields = json.loads(line)
+        except (ValueError, RecursionError):
+            raise ValueError("is not valid JSON") from None
+        if set(fields) != {"context", "continuation"}:
+            raise ValueError(
+                f'needs exactly "context" and "continuation", has {", ".join(sorted(fields)) or "nothing"}'
+            )
+        context, continuation = fields["context"], fields["continuation"]
+        if isinstance(context, str) and isinstance(continuation, str):
+            return self.encode_pair(context, continuation)
+        for key, ids in fields.items():
+            if not isinstance(ids, list) or any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
+                raise ValueError(f"{key} must be a list of token ids, or both must be texts")
+        return context, continuation
+
+    def encode_pair(self, context, continuation):
+        """Two texts -> ids. They are encoded together, so that a word across the border is cut where it would be; the
+        spaces that end a context belong to the continuation, as lm-eval does it."""
+        if self.tokenizer is None:
+            raise ValueError("texts need the snapshot's tokenizer.json; give token ids instead")
+        spaces = len(context) - len(context.rstrip())
+        if spaces:
+            context, continuation = context[:-spaces], context[-spaces:] + continuation
+        context_ids = self.tokenizer.encode(context)
+        return context_ids, self.tokenizer.encode(context + continuation)[len(context_ids) :]

@@ -1,0 +1,38 @@
+"""What a snapshot needs and what this machine has, from headers alone: the plan that the engine would obey.
+
+    python scripts/plan.py models/tiny
+    RAM_GB=24 CTX=8192 python scripts/plan.py /models/glm-5.2 0 4 8 --json
+
+The folder may be left out when SNAP is set; the other arguments and the variables are those of colibri.py. Exit code 2
+when it does not fit, with need and have in one line.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from engine.load import open_snapshot
+from settings import Settings
+from snapshot.errors import Refused
+
+
+def main(arguments):
+    as_json = "--json" in arguments
+    words = [word for word in arguments if word != "--json"]
+    folder = words.pop(0) if words and not words[0].isdigit() else None
+    try:
+        opened = open_snapshot(Settings.read(words, snap=folder))
+    except Refused as error:
+        print(f"plan: {error}", file=sys.stderr)
+        return 2
+    if as_json:
+        print(json.dumps(opened.plan.as_json() | {"lossy": opened.lossy, "notices": opened.notices}, indent=1))
+    else:
+        print(*opened.plan.lines(), *opened.notices, sep="\n")
+    opened.reader.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

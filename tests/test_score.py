@@ -1,0 +1,193 @@
+"""SCORE: log-likelihoods equal to transformers', shared contexts computed once, every bad line named."""
+
+import json
+import shutil
+
+import pytest
+
+from engine.score import Request, ScoreCounters, make_waves, score_requests
+from settings import EMBEDDED_SNAPSHOT
+from tests.conftest import FIXTURES, ORACLES, read_json, reference
+
+TINY = read_json(EMBEDDED_SNAPSHOT / "ref_glm.json")
+
+
+@pytest.fixture
+def score_lines(run_colibri, tmp_path):
+    """score_lines(lines, **variables) -> the finished process."""
+
+    def score(lines, *arguments, **variables):
+        (tmp_path / "requests.txt").write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+        return run_colibri(*arguments, SCORE=tmp_path / "requests.txt", **variables)
+
+    return score
+
+
+def line_of(context, continuation):
+    return " ".join(map(str, [len(context), len(continuation), *context, *continuation]))
+
+
+def results(process):
+    assert process.returncode == 0, process.stderr
+    rows = [line.split() for line in process.stdout.decode().splitlines()]
+    return [(float(logprob), int(count), int(greedy)) for logprob, count, greedy in rows]
+
+
+@pytest.mark.parametrize("name", ORACLES)
+@pytest.mark.parametrize("max_positions", [2048, 60, 1])
+def test_every_split_of_a_fixture_equals_its_log_probabilities(name, max_positions, oracle_folder, load):
+    """However the requests are put into waves: all together, a few at a time, one after the other."""
+    ref, _ = reference(name)
+    seq, following = ref["seq"], ref["teacher"]["logprob_next"]
+    splits = [(1, 48), (12, 48), (12, 13), (12, 20), (12, 12), (30, 41), (47, 48)]
+    requests = [Request(tuple(seq[:a]), tuple(seq[a:b])) for a, b in splits]
+    model = load(oracle_folder(name), cap=2).model
+    scores = dict(score_requests(model, requests, max_positions))
+    for i, (a, b) in enumerate(splits):
+        assert scores[i].logprob == pytest.approx(sum(following[a - 1 : b - 1]), abs=1e-4 * max(1, b - a))
+        assert scores[i].greedy == (ref["teacher"]["argmax"][a - 1 : b - 1] == seq[a:b])
+
+
+def test_the_embedded_model_equals_transformers(score_lines):
+    full, n = TINY["full_ids"], len(TINY["prompt_ids"])
+    wrong = [*full[n : n + 4], (full[n + 4] + 1) % 2048]
+    process = score_lines(
+        [line_of(full[:n], full[n:]), line_of(full[: n + 7], full[n + 7 :]), line_of(full[:n], wrong)]
+    )
+    first, second, third = results(process)
+    following = TINY["logprob_next"]
+    assert first[0] == pytest.approx(sum(following[n - 1 :]), abs=1e-4 * len(full))
+    assert second[0] == pytest.approx(sum(following[n + 6 :]), abs=1e-4 * len(full))
+    assert first[1:] == (len(full) - n, 1) and second[1:] == (len(full) - n - 7, 1) and third[1:] == (5, 0)
+
+
+def test_four_choices_of_one_context_cost_little_more_than_one(load):
+    ref, _ = reference("glm_moe_dsa")
+    context = tuple(ref["seq"][:40])
+    model, rows = load(FIXTURES / "glm_moe_dsa").model, []
+    for choices in (1, 4):
+        counters = ScoreCounters()
+        requests = [Request(context, (7 + i, 8, 9, 10)) for i in range(choices)]
+        assert len(dict(score_requests(model, requests, 4096, counters))) == choices
+        rows.append(counters.context_rows + counters.continuation_rows)
+    assert rows == [40 + 3, 40 + 12] and rows[1] <= 1.3 * rows[0]
+
+
+def test_one_sweep_over_the_experts_serves_many_requests(load, monkeypatch):
+    model = load(FIXTURES / "glm_moe_dsa", cap=1).model
+    asked, plain = [], type(model.experts).stream
+    monkeypatch.setattr(
+        type(model.experts), "stream", lambda self, layer, experts: asked.append(layer) or plain(self, layer, experts)
+    )
+    requests = [Request((i, i + 1, i + 2), (5, 6, 7)) for i in range(30)]
+    dict(score_requests(model, requests, 4096))
+    assert asked == [1, 2, 3, 4] * 2  # all contexts, all continuations
+
+
+def test_waves_keep_within_their_positions():
+    requests = [Request((1,) * n, (2,) * m) for n, m in [(10, 3), (5, 1), (30, 2), (2, 2), (2, 2)]]
+    groups = {request.context: [i] for i, request in enumerate(requests[:4])}
+    groups[requests[4].context].append(4)
+    waves = [[indices for _, indices in wave] for wave in make_waves(groups, requests, 20)]
+    assert waves == [[[0], [1]], [[2]], [[3, 4]]]
+    many = {(i,): [0] for i in range(150)}  # the logits after their contexts are held together
+    assert [len(wave) for wave in make_waves(many, [Request((0,), (1,))], 10_000)] == [64, 64, 22]
+
+
+def test_output_is_in_input_order_with_groups_and_json_between(score_lines):
+    a, b = TINY["full_ids"][2:6], TINY["full_ids"][2:9]
+    lines = [
+        line_of(a, [5, 6]),
+        json.dumps({"context": b, "continuation": [7]}),
+        line_of(a, [5, 6, 7]),
+        json.dumps({"context": "And it came to pass", "continuation": " in those days"}),
+        line_of(a, []),
+    ]
+    together = results(score_lines(lines))
+    alone = [results(score_lines([line]))[0] for line in lines]
+    for mine, expected in zip(together, alone, strict=True):
+        assert mine[0] == pytest.approx(expected[0], abs=1e-4) and mine[1:] == expected[1:]
+    assert together[4] == (0.0, 0, 1)
+
+
+def test_spaces_at_the_end_of_a_context_belong_to_the_continuation(score_lines):
+    pairs = [("And it came to pass ", "in those days"), ("And it came to pass", " in those days")]
+    first, second = results(score_lines([json.dumps({"context": a, "continuation": b}) for a, b in pairs]))
+    assert first == second
+
+
+def test_the_prefix_is_added_to_raw_tokens_unless_they_have_it(score_lines):
+    """F01: a GLM model scored without its [gMASK]<sop> gives other numbers, and nothing said so."""
+    prefix, ids = TINY["full_ids"][:2], TINY["full_ids"][2:8]
+    plain, given = results(score_lines([line_of(ids, [5, 6]), line_of(prefix + ids, [5, 6])]))
+    assert plain == given
+    [bare] = results(score_lines([line_of(ids, [5, 6])], PREFIX=0))
+    assert abs(bare[0] - plain[0]) > 1e-3
+    [unconditional] = results(score_lines([line_of([], [5, 6])]))
+    [explicit] = results(score_lines([line_of(prefix, [5, 6])], PREFIX=0))
+    assert unconditional == explicit
+
+
+def test_without_a_tokenizer_the_prefix_is_off_and_that_is_said(score_lines, tmp_path):
+    process = score_lines([line_of([1, 2], [3])], SNAP=FIXTURES / "glm_moe_dsa")
+    assert process.returncode == 0 and b"[prefix] no tokenizer with [gMASK] <sop>" in process.stderr
+    folder = tmp_path / "snap"
+    shutil.copytree(EMBEDDED_SNAPSHOT, folder)
+    tokenizer = read_json(folder / "tokenizer.json")
+    for token in tokenizer["added_tokens"]:
+        if token["content"] == "[gMASK]":
+            token["content"] = "[other]"
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    process = score_lines([line_of([1, 2], [3])], SNAP=folder)
+    assert process.returncode == 0 and b"[prefix] no tokenizer with" in process.stderr
+
+
+def test_bad_lines_are_named_before_anything_runs(load, tmp_path):
+    from modes.score import read_requests
+    from settings import Settings
+    from snapshot.errors import Refused
+
+    loaded = load(EMBEDDED_SNAPSHOT, CTX=64)
+    good = "1 1 5 6"
+    cases = {
+        "": "line 2: is blank",
+        "hello world": "line 2: expected whole numbers",
+        "3": "line 2: expected whole numbers",
+        "2 1 5 6": r"line 2: has 2 ids, ctxlen \+ contlen is 3",
+        "1 1 5 6 7": r"line 2: has 3 ids, ctxlen \+ contlen is 2",
+        "-1 1 5": "line 2: ctxlen and contlen cannot be negative",
+        "1 1 5 2048": "line 2: id 2048 is outside the vocabulary of 2048",
+        "1 1 -5 6": "line 2: id -5 is outside",
+        "60 4 " + "5 " * 64: "line 2: has 66 tokens, CTX is 64",
+        "{": "line 2: is not valid JSON",
+        '{"context": "a"}': 'line 2: needs exactly "context" and "continuation"',
+        '{"context": "a", "continuation": [1]}': "line 2: context must be a list",
+        '{"context": [1], "continuation": [true]}': "line 2: continuation must be a list",
+    }
+    for line, message in cases.items():
+        (tmp_path / "requests.txt").write_text(f"{good}\n{line}\n{good}\n")
+        settings = Settings.read([], {"SCORE": str(tmp_path / "requests.txt"), "SNAP": str(EMBEDDED_SNAPSHOT)})
+        with pytest.raises(Refused, match=message):
+            read_requests(settings, loaded)
+
+
+@pytest.mark.parametrize(("content", "message"), [(b"", "holds no requests"), (b"\xff\xfe", "not valid UTF-8")])
+def test_a_file_that_cannot_be_used(run_colibri, tmp_path, content, message):
+    path = tmp_path / "requests.txt"
+    path.write_bytes(content)
+    process = run_colibri(SCORE=path)
+    assert process.returncode == 2 and message.encode() in process.stderr and process.stdout == b""
+    path.unlink()
+    assert b"requests.txt: No such file" in run_colibri(SCORE=path).stderr
+
+
+def test_an_empty_context_without_a_prefix_is_refused(score_lines):
+    process = score_lines([line_of([], [5, 6])], PREFIX=0)
+    assert process.returncode == 2 and b"line 1: the context is empty" in process.stderr
+
+
+def test_progress_with_time_left_and_a_report(score_lines, tmp_path):
+    process = score_lines(["2 2 5 6 7 8"] * 3, REPORT=tmp_path / "report.json")
+    assert b"[score 3/3 req | " in process.stderr and b"s left" in process.stderr
+    report = read_json(tmp_path / "report.json")
+    assert (report["mode"], report["requests"], report["context_rows"]) == ("score", 3, 4)
