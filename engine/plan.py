@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 
 from forward.cost import scratch_bytes
 from forward.kv_state import KvState
+from kernels.packing import PACK_BYTES
 from snapshot.errors import Refused
 from snapshot.expert_cache import slot_bytes
 from snapshot.memory import available_bytes, rss_bytes
@@ -81,6 +82,11 @@ def find_budget(ram_gb):
     return int(AUTO_SHARE * (available + rss_bytes())), "88 % of free memory"
 
 
+def packing_bytes(config, disk):
+    """Memory that quantising one expert takes: the expert as stored, and a block of rows in float32 four times."""
+    return disk.max_expert_bytes() + 4 * min(PACK_BYTES, 4 * config.hidden_size * config.moe_intermediate_size)
+
+
 def make_plan(config, resident, disk, settings, context):
     """ResidentTensors and ExpertDisk of an opened snapshot -> Plan; `context` in positions. Refused if it does not fit.
 
@@ -90,6 +96,8 @@ def make_plan(config, resident, disk, settings, context):
     budget, source = find_budget(settings.ram_gb)
     num_slots = min(max(settings.cap, 1), config.num_experts)
 
+    packing = packing_bytes(config, disk) if settings.expert_bits < 16 else 0
+
     def plan_with(chunk, slots):
         return Plan(
             budget=budget,
@@ -97,7 +105,7 @@ def make_plan(config, resident, disk, settings, context):
             process=-(-rss_bytes() // PROCESS_STEP) * PROCESS_STEP,
             resident=resident.num_bytes(settings.dense_bits),
             kv=KvState.bytes_for(config, context),
-            scratch=scratch_bytes(config, chunk, context),
+            scratch=scratch_bytes(config, chunk, context) + packing,
             slot_bytes={i: slot_bytes(config, disk, i, settings.expert_bits) for i in config.sparse_layers},
             num_experts=config.num_experts,
             num_slots=slots,

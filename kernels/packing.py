@@ -17,7 +17,7 @@ import torch
 
 GROUP = 64
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
-PACKED_BITS = (8, 4, 2)
+PACK_BYTES = 16 << 20  # float32 rows that are packed at once; packing takes about four times that for a moment
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,34 +51,63 @@ def row_bytes(bits, columns):
     return -(-columns * bits // 8)
 
 
-def packed_bytes(bits, rows, columns):
-    """Bytes of a packed matrix with its scales."""
-    return rows * (row_bytes(bits, columns) + 4 * num_groups(columns))
-
-
 def num_groups(columns):
     return -(-columns // GROUP)
 
 
+def packed_bytes(bits, rows, columns):
+    """Bytes of a packed matrix with its scales, a multiple of 4."""
+    return -(-rows * (row_bytes(bits, columns) + 4 * num_groups(columns)) // 4) * 4
+
+
+def packed_view(buffer, bits, rows, columns):
+    """A packed Weight over the first packed_bytes of a uint8 buffer: scales, then data. Nothing is written yet."""
+    scale_bytes, data_bytes = rows * num_groups(columns) * 4, rows * row_bytes(bits, columns)
+    scales = buffer[:scale_bytes].view(torch.float32).view(rows, -1)
+    data = buffer[scale_bytes : scale_bytes + data_bytes].view(torch.int8 if bits == 8 else torch.uint8)
+    return Weight(data.view(rows, -1), columns, bits, scales)
+
+
+def empty_packed(bits, rows, columns):
+    """A packed Weight in memory of its own, not written yet."""
+    return packed_view(torch.empty(packed_bytes(bits, rows, columns), dtype=torch.uint8), bits, rows, columns)
+
+
 def pack(matrix, bits):
-    """float [out, in] -> Weight in `bits` bits, groups of 64 columns; the last group may be shorter."""
+    """float [out, in] -> Weight in `bits` bits."""
+    weight = empty_packed(bits, *matrix.shape)
+    pack_rows(weight, 0, matrix)
+    return weight
+
+
+def row_blocks(rows, columns):
+    """(start, stop) of the rows that are packed at once."""
+    step = max(1, PACK_BYTES // (4 * columns))
+    return [(start, min(start + step, rows)) for start in range(0, rows, step)]
+
+
+def pack_rows(weight, start, matrix):
+    """Quantise float rows [n, in] into rows start .. start + n of a packed Weight; a last group may be shorter."""
     rows, columns = matrix.shape
-    qmax = 2 ** (bits - 1) - 1
-    groups = num_groups(columns)
+    bits, qmax, groups = weight.bits, 2 ** (weight.bits - 1) - 1, num_groups(columns)
     padded = torch.zeros(rows, groups * GROUP)
     padded[:, :columns] = matrix
     padded = padded.view(rows, groups, GROUP)
     scales = (padded.abs().amax(-1) / qmax).clamp_min(1e-8)
     q = (padded / scales[..., None]).round_().clamp_(-qmax - 1, qmax).view(rows, -1)[:, :columns].to(torch.int8)
+    weight.scales[start : start + rows] = scales
     if bits == 8:
-        return Weight(q.contiguous(), columns, bits, scales)
+        weight.data[start : start + rows] = q
+        return
     per_byte = 8 // bits
     width = row_bytes(bits, columns) * per_byte
-    codes = torch.full((rows, width), 2 ** (bits - 1), dtype=torch.int32)  # the padding decodes to zero
-    codes[:, :columns] += q
+    codes = torch.full((rows, width), 2 ** (bits - 1), dtype=torch.uint8)  # the padding decodes to zero
+    codes[:, :columns] += q.view(torch.uint8)  # modulo 256, so a negative q comes out right
     codes = codes.view(rows, -1, per_byte)
-    data = sum(codes[..., i] << (bits * i) for i in range(per_byte))
-    return Weight(data.to(torch.uint8), columns, bits, scales)
+    packed = codes[..., 0]
+    for i in range(1, per_byte):
+        packed = packed | codes[..., i] << (bits * i)
+    weight.data[start : start + rows] = packed
 
 
 def unpack(data, scales, bits, columns):

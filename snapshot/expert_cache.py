@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.packing import DTYPES, Weight, num_groups, pack, packed_bytes, row_bytes
+from kernels.packing import DTYPES, Weight, pack_rows, packed_bytes, packed_view, row_blocks
 from snapshot.expert_disk import PAGE
 
 
@@ -36,8 +36,7 @@ def slot_bytes(config, disk, layer, bits):
         size = disk.max_expert_bytes(layer)
     else:
         D, W = config.hidden_size, config.moe_intermediate_size
-        alignment = 3 * 4  # each matrix begins on a float32 boundary
-        size = 2 * packed_bytes(bits, W, D) + packed_bytes(bits, D, W) + alignment
+        size = 2 * packed_bytes(bits, W, D) + packed_bytes(bits, D, W)
     return -(-size // PAGE) * PAGE
 
 
@@ -115,16 +114,10 @@ class ExpertCache:
         """Pack three matrices one after the other into a slot."""
         matrices, at = [], 0
         for weight in stored:
-            packed = pack(weight.widen(), self.bits)
-            data_bytes = weight.rows * row_bytes(self.bits, weight.columns)
-            scale_bytes = weight.rows * num_groups(weight.columns) * 4
-            scales = region[at : at + scale_bytes].view(torch.float32).view(weight.rows, -1)
-            data = region[at + scale_bytes : at + scale_bytes + data_bytes].view(packed.data.dtype)
-            data = data.view(weight.rows, -1)
-            scales.copy_(packed.scales)
-            data.copy_(packed.data)
-            matrices.append(Weight(data, weight.columns, self.bits, scales))
-            at += scale_bytes + -(-data_bytes // 4) * 4  # the next scales stay aligned
+            matrices.append(packed_view(region[at:], self.bits, weight.rows, weight.columns))
+            for start, stop in row_blocks(weight.rows, weight.columns):
+                pack_rows(matrices[-1], start, weight.widen(start, stop))
+            at += packed_bytes(self.bits, weight.rows, weight.columns)
         return tuple(matrices)
 
 

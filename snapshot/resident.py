@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.packing import DTYPES, Weight, pack, packed_bytes
+from kernels.packing import DTYPES, Weight, empty_packed, pack_rows, packed_bytes, row_blocks
 from snapshot.errors import Refused
 
 
@@ -144,13 +144,12 @@ class ResidentTensors:
         """Read everything in file order and bind it -> ModelWeights."""
         loaded = {}
         for entry in sorted(self.entries.values(), key=lambda entry: (str(entry.path), entry.offset)):
-            tensor = read_tensor(reader, entry)
             if self.is_float32(entry):
-                loaded[entry.name] = tensor.float()
+                loaded[entry.name] = read_tensor(reader, entry).float()
             elif self.packs(entry, bits):
-                loaded[entry.name] = pack(tensor.float(), bits)
+                loaded[entry.name] = read_packed(reader, entry, bits)
             else:
-                loaded[entry.name] = Weight(tensor, tensor.shape[1])
+                loaded[entry.name] = Weight(read_tensor(reader, entry), entry.shape[1])
 
         def bound(table):
             return {word: loaded[name] for word, (name, _) in table.items()}
@@ -169,8 +168,18 @@ class ResidentTensors:
         return ModelWeights(top["embed"], tuple(layers), top["norm"], head, self.has_indexer)
 
 
-def read_tensor(reader, entry):
-    """One tensor as stored, in memory of its own."""
-    raw = torch.empty(entry.num_bytes, dtype=torch.uint8)
-    reader.read_into(entry.path, entry.offset, memoryview(raw.numpy()), f"tensor {entry.name}")
-    return raw.view(DTYPES[entry.dtype]).view(entry.shape)
+def read_tensor(reader, entry, start=0, stop=None):
+    """One tensor as stored, or rows start .. stop of it, in memory of its own."""
+    rows = entry.shape[0] if stop is None else stop - start
+    row_bytes = entry.num_bytes // max(1, entry.shape[0])
+    raw = torch.empty(rows * row_bytes, dtype=torch.uint8)
+    reader.read_into(entry.path, entry.offset + start * row_bytes, memoryview(raw.numpy()), f"tensor {entry.name}")
+    return raw.view(DTYPES[entry.dtype]).view(rows, *entry.shape[1:])
+
+
+def read_packed(reader, entry, bits):
+    """One matrix packed as it is read, a block of rows at a time: as float32 an output head alone is gigabytes."""
+    weight = empty_packed(bits, *entry.shape)
+    for start, stop in row_blocks(*entry.shape):
+        pack_rows(weight, start, read_tensor(reader, entry, start, stop).float())
+    return weight

@@ -27,6 +27,7 @@ def test_cap_0_takes_what_the_budget_allows(load, monkeypatch):
         loaded = load(SNAPSHOT, RAM_GB=budget / 1e9 + 1e-9, PREFILL_CHUNK=1024)
         assert loaded.plan.num_slots == slots
         assert loaded.plan.need <= loaded.plan.budget
+        assert any("one slot per layer" in notice for notice in loaded.notices) == (slots == 1)
 
 
 def test_what_does_not_fit_is_refused_with_need_and_have(load, monkeypatch):
@@ -162,7 +163,14 @@ def test_a_container_that_does_not_see_its_own_path(cgroups):
     assert snapshot.memory.available_bytes() == 2 * 10**9
 
 
+def test_no_free_memory_at_all_is_unknown_rather_than_nothing(monkeypatch):
+    monkeypatch.setattr(snapshot.memory, "cgroup_usage", lambda: [])
+    monkeypatch.setattr("psutil.virtual_memory", lambda: type("Memory", (), {"available": 0}))
+    assert snapshot.memory.available_bytes() is None
+
+
 def test_unknown_memory_is_said(load, monkeypatch):
     monkeypatch.setattr("engine.plan.available_bytes", lambda: None)
     plan = load(SNAPSHOT).plan
     assert plan.budget == 8e9 and "unknown" in plan.budget_source and "set RAM_GB" in plan.lines()[0]
+    assert any(notice.startswith("[memory]") for notice in load(SNAPSHOT).notices)
