@@ -1,7 +1,7 @@
 # make help lists the targets. Everything lives in .venv; constraints.txt holds the tested versions.
 PYTHON ?= python3
 BIN := .venv/bin
-PROMPT ?= In the beginning
+export PROMPT ?= In the beginning
 
 .PHONY: help setup run test test-slow lint clean
 
@@ -20,7 +20,7 @@ setup: .venv/ready  ## make .venv with what running and testing need
 	@touch $@
 
 run: setup  ## generate text with the embedded model; PROMPT="..." make run
-	@PROMPT="$(PROMPT)" $(BIN)/python colibri.py
+	@$(BIN)/python colibri.py
 
 test: setup  ## the tests: no network, no GPU, a few minutes
 	$(BIN)/python -m pytest -q

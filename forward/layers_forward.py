@@ -19,8 +19,9 @@ def layers_forward(model, batch, progress=None):
             raise ValueError(f"{len(ids)} tokens do not fit a KV state with room for {kv.room}")
     num_layers = model.config.num_layers
     for pieces in split_batch(batch, model.prefill_chunk):
-        chunk = make_chunk(model.config, pieces)
-        x = embed(model.weights.embed, chunk.ids)
+        with model.profile.measure("attention"):  # the rotary angles are most of it
+            chunk = make_chunk(model.config, pieces)
+            x = embed(model.weights.embed, chunk.ids)
         selections = [None] * len(chunk.segments)
         for layer, weights in enumerate(model.weights.layers):
             x, selections = layer_forward(model, layer, weights, x, chunk, selections)

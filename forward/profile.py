@@ -3,7 +3,7 @@
 import time
 from contextlib import contextmanager
 
-STAGES = ("expert-matmul", "attention", "lm_head", "router", "dense-mlp", "sample")
+STAGES = ("expert-matmul", "attention", "lm_head", "router", "dense-mlp", "sample", "text")
 
 
 class Profile:

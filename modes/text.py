@@ -38,8 +38,9 @@ def run_text(settings, loaded):
         for token in spec_decode(
             model, kv, prompt_ids, sampler, max_tokens, stop_ids, progress=prefill_progress, counters=counters
         ):
-            write(stream.push(token))
-            run.on_token()
+            with model.profile.measure("text"):
+                write(stream.push(token))
+                run.on_token()
     except KeyboardInterrupt as error:
         interrupted = error
     write(stream.finish() + "\n")
