@@ -16,7 +16,7 @@ from snapshot.errors import Refused
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM: ends a run as Ctrl-C does, with its statistics."""
+    """SIGTERM: ends a run as Ctrl-C does."""
 
 
 def terminate(*_):
@@ -25,30 +25,46 @@ def terminate(*_):
 
 def main(arguments):
     """Command-line arguments -> exit code."""
+    if {"-h", "--help"} & set(arguments):
+        print(USAGE)
+        return 0
     signal.signal(signal.SIGTERM, terminate)
     try:
-        return run(Settings.read(arguments))
+        code = run(Settings.read(arguments))
+        sys.stdout.flush()  # while a failure can still be told
+        return code
     except Refused as error:
         print(f"colibri: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as error:
         return 143 if isinstance(error, Terminated) else 130
     except BrokenPipeError:
-        # The reader of stdout went away. What is still buffered has nowhere to go: point stdout at nothing, so that
-        # the interpreter does not complain about it on the way out.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        drop_stdout()
         return 141
+    except OSError as error:
+        # A folder that may not be entered, a name too long, a full disk behind stdout.
+        drop_stdout()
+        where = f"{error.filename}: " if error.filename else ""
+        print(f"colibri: {Refused(where + (error.strerror or str(error)))}", file=sys.stderr)
+        return 2
+
+
+def drop_stdout():
+    """What is still buffered has nowhere to go: point stdout at nothing, so that the interpreter does not complain
+    about it on the way out."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def run(settings):
     """Load the model and hand it to the mode the settings ask for."""
     # Imported here: torch takes a second or two, and a mistyped variable should not wait for it.
-    from engine.load import load_model
+    from engine.load import check_folder, load_model
     from forward.finite import NonFinite
     from modes.console import Terminal, announce, say, say_warnings
     from modes.oracle import run_oracle
     from modes.reference import reference_path
     from modes.replay import run_replay
+    from modes.run import check_report
     from modes.score import run_score
     from modes.teacher_forcing import forward_all
     from modes.text import run_text
@@ -64,7 +80,9 @@ def run(settings):
     Terminal.has_bar = sys.stderr.isatty() and not settings.dumb
     for notice in settings.notices:
         say(notice)
-    if mode not in (run_score, run_text) and not settings.ref and not reference_path(settings).exists():
+    check_report(settings)
+    check_folder(settings)
+    if mode is run_oracle and not settings.ref and not reference_path(settings).exists():
         print(USAGE, file=sys.stderr)
         return 2
     loaded = load_model(settings)

@@ -18,44 +18,33 @@ VARIABLES = (
     "TEMP NUCLEUS SEED RAM_GB PREFILL_CHUNK TOPK TOPP TERM"
 ).split()
 
-# Names of the C engine that mean nothing here yet, or never will: (status, why). Set one and a notice says so.
+# A mode of the C engine that is not there yet: to run another one instead would be worse than to refuse.
 NOT_YET = "not built yet"
 MODES_NOT_BUILT = ("SERVE",)
-IGNORED = {
-    "KV_SLOTS": (NOT_YET, "conversations of the server"),
-    "KVSAVE": (NOT_YET, "saved conversations"),
-    "DRAFT": (NOT_YET, "draft tokens per forward"),
-    "MTP": (NOT_YET, "drafts by the multi-token-prediction layer"),
-    "PIN": (NOT_YET, "pinned experts"),
-    "PIN_GB": (NOT_YET, "pinned experts"),
-    "AUTOPIN": (NOT_YET, "pinned experts from the usage history"),
-    "REPIN": (NOT_YET, "pinned experts"),
-    "STATS": (NOT_YET, "the usage histogram"),
-    "DIRECT": (NOT_YET, "reads past the page cache"),
-    "DROP": (NOT_YET, "giving page cache back after a read"),
-    "PREFETCH": (NOT_YET, "loading experts before they are asked for"),
-    "SPEC": (NOT_YET, "loading experts before they are asked for"),
-    "PILOT": (NOT_YET, "loading experts the next layer will want"),
-    "PILOT_K": (NOT_YET, "loading experts the next layer will want"),
-    "MLOCK": (NOT_YET, "wired memory"),
-    "CAP_RAISE": ("renamed", "an explicit cap is exact, cap 0 takes what the budget allows"),
-    "CHAT_TEMPLATE": ("renamed", "CHAT=1 turns the template on"),
-    "ABSORB": ("ignored", "attention is absorbed for any number of rows"),
-    "IDOT": ("ignored", "activations are float32"),
-    "DSA": ("ignored", "the indexer runs when the snapshot has one"),
-    "DSA_TOPK": ("ignored", "index_topk of config.json holds"),
-    "DSA_FORCE": ("ignored", "index_topk of config.json holds"),
-    "NOPACK": ("ignored", "a packing check of the C engine"),
-    "LOOKA": ("ignored", "an experiment of the C engine"),
-    "MTP_PRENORM": ("ignored", "an experiment of the C engine"),
-    "MTP_SWAP": ("ignored", "an experiment of the C engine"),
-    "MTP_DEBUG": ("ignored", "an experiment of the C engine"),
-    "COLI_CUDA": ("ignored", "this engine runs on the CPU"),
-    "COLI_GPU": ("ignored", "this engine runs on the CPU"),
-    "COLI_GPUS": ("ignored", "this engine runs on the CPU"),
-    "CUDA_DENSE": ("ignored", "this engine runs on the CPU"),
-    "CUDA_EXPERT_GB": ("ignored", "this engine runs on the CPU"),
-}
+
+# Its other names that do nothing here, yet or ever: names, status, why. Setting one prints a notice.
+CPU_ONLY = "this engine runs on the CPU"
+C_ENGINE = (
+    ("KV_SLOTS KVSAVE SERVE_BATCH", NOT_YET, "conversations of the server"),
+    ("DRAFT MTP", NOT_YET, "drafts, several tokens per forward"),
+    ("GRAMMAR GRAMMAR_DRAFT SCHEMA", NOT_YET, "drafts from a grammar"),
+    ("PIN PIN_GB PIN_FILL AUTOPIN REPIN REPIN_VERBOSE STATS", NOT_YET, "pinned experts and their usage history"),
+    ("PREFETCH SPEC PILOT PILOT_K PILOT_REAL PILOT_TWO PIPE PIPE_WORKERS", NOT_YET, "experts loaded ahead of need"),
+    ("COUPLE COUPLE_K COUPLE_D", NOT_YET, "experts loaded ahead of need"),
+    ("DIRECT DROP MLOCK COLI_MMAP", NOT_YET, "how experts are read and held"),
+    ("CAP_RAISE", "renamed", "an explicit cap is exact, cap 0 takes what the budget allows"),
+    ("CHAT_TEMPLATE", "renamed", "CHAT=1 turns the template on"),
+    ("ABSORB", "ignored", "attention is absorbed for any number of rows"),
+    ("IDOT I4S I4_ACC512 I4_ACC512_TEST COLI_NO_FUSED_PAIR", "ignored", "activations are float32"),
+    ("DSA", "ignored", "the indexer runs when the snapshot has one"),
+    ("DSA_TOPK DSA_FORCE", "ignored", "index_topk of config.json holds"),
+    ("CACHE_ROUTE ROUTE_J ROUTE_M ROUTE_P ROUTE_ALPHA ROUTE_AGREE", "ignored", "the cache never changes a route"),
+    ("NOPACK LOOKA ROUTE_TRACE MTP_PRENORM MTP_SWAP MTP_DEBUG", "ignored", "an experiment of the C engine"),
+    ("REF_FORCE COLI_POLICY", "ignored", "a safeguard of the C engine; here lossy switches are announced"),
+    ("COLI_NO_OMP_TUNE COLI_OMP_TUNED", "ignored", "threads are torch's"),
+    ("COLI_CUDA COLI_GPU COLI_GPUS CUDA_DENSE CUDA_EXPERT_GB CUDA_RELEASE_HOST COLI_METAL", "ignored", CPU_ONLY),
+)
+IGNORED = {name: (status, why) for names, status, why in C_ENGINE for name in names.split()}
 
 USAGE = """\
 usage: [SNAP=folder] MODE python colibri.py [cap] [expert_bits] [dense_bits]
@@ -109,13 +98,13 @@ class Settings:
             raise Refused(f"{len(arguments)} arguments, at most 3 are known: cap, expert_bits, dense_bits")
         cap, expert_bits, dense_bits = (*arguments, *("0", "16", "16")[len(arguments) :])
         values = dict(
-            snap=snap or read.text("SNAP") or str(EMBEDDED_SNAPSHOT),
-            score=read.text("SCORE") or None,
+            snap=snap or read.path("SNAP") or str(EMBEDDED_SNAPSHOT),
+            score=read.path("SCORE"),
             prompt=read.text("PROMPT"),
-            ref=read.text("REF"),
+            ref=read.path("REF"),
             replay=read.present("REPLAY"),
             tf=read.present("TF"),
-            report=read.text("REPORT") or None,
+            report=read.path("REPORT"),
             ngen=read.whole("NGEN", 64, 1, 1 << 31),
             ctx=read.whole("CTX", 0, 0, 1 << 31),
             chat=read.flag("CHAT", False),
@@ -128,7 +117,7 @@ class Settings:
             prefill_chunk=read.whole("PREFILL_CHUNK", 0, 0, 1 << 20),
             topk=read.whole("TOPK", 0, 0, 65536),
             topp=read.number("TOPP", 0.0, 0.0, 1.0),
-            dumb=read.text("TERM") in (None, "", "dumb"),
+            dumb=read.path("TERM") in (None, "dumb"),
             cap=read_whole("cap", cap, 0, 1 << 20),
             expert_bits=read_bits("expert_bits", expert_bits),
             dense_bits=read_bits("dense_bits", dense_bits),
@@ -138,9 +127,7 @@ class Settings:
                 raise Refused(f"{name} is set, and that mode is {NOT_YET}; unset it, docs/env_vars.md lists what works")
         if values["prompt"] is not None and not values["prompt"].strip():
             raise Refused("PROMPT is empty; give it some text, or leave it unset")
-        if values["report"] and not Path(values["report"]).parent.is_dir():
-            raise Refused(f"REPORT={values['report']}: its folder does not exist")
-        if not snap and not read.text("SNAP"):
+        if not snap and not read.path("SNAP"):
             read.notices.insert(0, "[snapshot] SNAP is not set: models/tiny, the embedded model")
         for name, (status, why) in IGNORED.items():
             if read.present(name):
@@ -149,7 +136,7 @@ class Settings:
 
 
 class EnvironReader:
-    """Typed reads of an environment. A variable set to nothing counts as unset, but for TF and PROMPT."""
+    """Typed reads of an environment. A variable set to nothing counts as unset, but for those asked by `present`."""
 
     def __init__(self, environ):
         self.environ, self.notices = environ, []
@@ -161,6 +148,10 @@ class EnvironReader:
             return None if value is None else os.fsencode(value).decode("utf-8")
         except UnicodeError:
             raise Refused(f"{name} is not valid UTF-8; check the terminal's encoding") from None
+
+    def path(self, name):
+        """The value as the system gave it, for it names a file; None when it is empty."""
+        return self.environ.get(name) or None
 
     def present(self, name):
         return name in self.environ

@@ -22,8 +22,9 @@ class DecodeCounters:
 
     @property
     def tokens_per_forward(self):
-        """Tokens of the forwards after the prefill, which paid for the first one; 0 before any."""
-        return (self.tokens - 1) / self.forwards if self.forwards else 0.0
+        """Tokens drawn from the forwards after the prefill, which paid for the first one; 0 before any."""
+        drawn = self.tokens + (self.stop_id is not None)
+        return (drawn - 1) / self.forwards if self.forwards else 0.0
 
 
 def spec_decode(model, kv, prompt_ids, sampler, max_tokens, stop_ids=(), draft=None, progress=None, counters=None):
@@ -34,7 +35,7 @@ def spec_decode(model, kv, prompt_ids, sampler, max_tokens, stop_ids=(), draft=N
     otherwise. Nothing runs before the first `next`.
     """
     draft, counters = draft or NoDraft(), counters or DecodeCounters()
-    ids = list(prompt_ids)
+    ids, end = list(prompt_ids), len(prompt_ids) + max_tokens
     if kv.length >= len(ids):
         raise ValueError("spec_decode needs at least one prompt id that the KV state does not hold")
     if len(ids) + max_tokens - 1 > kv.capacity:
@@ -54,7 +55,7 @@ def spec_decode(model, kv, prompt_ids, sampler, max_tokens, stop_ids=(), draft=N
             ids.append(token)
             counters.tokens += 1
             yield token
-            left = max_tokens - counters.tokens
+            left = end - len(ids)
             if left < 1:
                 return
 

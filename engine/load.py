@@ -14,9 +14,10 @@ from snapshot.reader import Reader
 from snapshot.resident import ResidentTensors
 
 DEFAULT_CONTEXT = 4096
+TOKENIZER_FACTOR = 20
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Opened:
     """A snapshot whose headers are read and checked, and the plan for it; no weight is in memory yet."""
 
@@ -29,45 +30,34 @@ class Opened:
     notices: tuple[str, ...]  # one line each, for stderr
     lossy: tuple[str, ...]  # what makes the answers differ from the snapshot's own, in words
 
-
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """A model ready to run, with what a mode wants to know about it."""
-
-    model: Model
-    opened: Opened
-
-    @property
-    def folder(self):
-        return self.opened.folder
-
-    @property
-    def plan(self):
-        return self.opened.plan
-
     @property
     def context(self):
         """Positions of a KV state."""
-        return self.opened.plan.context
-
-    @property
-    def notices(self):
-        return self.opened.notices
-
-    @property
-    def lossy(self):
-        return self.opened.lossy
+        return self.plan.context
 
     def close(self):
         """Close the snapshot's files; experts that are not in the cache can no longer be read."""
-        self.opened.reader.close()
+        self.reader.close()
+
+
+@dataclass(frozen=True)
+class Loaded(Opened):
+    """The same with the model, ready to run."""
+
+    model: Model
+
+
+def check_folder(settings):
+    """SNAP -> the folder it names."""
+    folder = Path(settings.snap)
+    if not folder.is_dir():
+        raise Refused(f"SNAP={settings.snap}: no such folder; it must name a Hugging Face snapshot folder")
+    return folder
 
 
 def open_snapshot(settings):
     """Settings -> Opened. Raises Refused for a bad snapshot, and for one that does not fit."""
-    folder = Path(settings.snap)
-    if not folder.is_dir():
-        raise Refused(f"SNAP={settings.snap}: no such folder; it must name a Hugging Face snapshot folder")
+    folder = check_folder(settings)
     config, family = read_config(folder)
     lossy = list_lossy(settings, config)
     config = reduce_experts(settings, config)
@@ -77,9 +67,15 @@ def open_snapshot(settings):
     disk = ExpertDisk(config, family, index, reader)
     index.check_rest(family.layer_prefix(config.num_layers))
     context = settings.ctx or min(DEFAULT_CONTEXT, config.max_positions)
-    plan = make_plan(config, resident, disk, settings, context)
+    plan = make_plan(config, resident, disk, settings, context, tokenizer_bytes(folder))
     notices = (*(f"[lossy] {line}" for line in lossy), *list_notices(config, family, index, resident, plan))
     return Opened(folder, config, resident, disk, reader, plan, notices, lossy)
+
+
+def tokenizer_bytes(folder):
+    """Memory of the tokenizer, about twenty times its file (measured on one of 11 MB)."""
+    path = folder / "tokenizer.json"
+    return TOKENIZER_FACTOR * path.stat().st_size if path.is_file() else 0
 
 
 def load_model(settings):
@@ -87,7 +83,7 @@ def load_model(settings):
     opened = open_snapshot(settings)
     weights = opened.resident.load(opened.reader, settings.dense_bits)
     experts = ExpertCache(opened.config, opened.disk, opened.plan.num_slots, settings.expert_bits)
-    return Loaded(Model(opened.config, weights, experts, opened.plan.prefill_chunk), opened)
+    return Loaded(**vars(opened), model=Model(opened.config, weights, experts, opened.plan.prefill_chunk))
 
 
 def reduce_experts(settings, config):

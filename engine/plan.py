@@ -24,12 +24,12 @@ PROCESS_STEP = 64 << 20  # the process is counted in steps of this, so that two 
 class Plan:
     """Bytes, all of them, but for the counts."""
 
-    budget: int
+    budget_bytes: int
     budget_source: str
-    process: int  # interpreter and libraries, before loading
-    resident: int
-    kv: int
-    scratch: int
+    process_bytes: int  # interpreter, libraries and tokenizer, before loading
+    resident_bytes: int
+    kv_bytes: int
+    scratch_bytes: int
     slot_bytes: dict[int, int]  # sparse layer -> bytes of one expert in that layer's own format, whole pages
     num_experts: int
     num_slots: int  # in each sparse layer
@@ -37,17 +37,17 @@ class Plan:
     prefill_chunk: int  # rows
 
     @property
-    def cache(self):
+    def cache_bytes(self):
         return self.num_slots * sum(self.slot_bytes.values())
 
     @property
-    def fixed(self):
+    def fixed_bytes(self):
         """What no choice of chunk or slots changes."""
-        return self.process + self.resident + self.kv
+        return self.process_bytes + self.resident_bytes + self.kv_bytes
 
     @property
-    def need(self):
-        return self.fixed + self.scratch + self.cache
+    def need_bytes(self):
+        return self.fixed_bytes + self.scratch_bytes + self.cache_bytes
 
     def lines(self):
         """The plan in two lines."""
@@ -56,16 +56,16 @@ class Plan:
         if len(set(sizes)) > 1:
             each = f"{min(sizes) / 1e6:.2f} to {each}"
         return (
-            f"[plan] budget {gb(self.budget)} ({self.budget_source}) | need {gb(self.need)} = process "
-            f"{gb(self.process)} + resident {gb(self.resident)} + KV {gb(self.kv)} + scratch {gb(self.scratch)} "
-            f"+ cache {gb(self.cache)}",
+            f"[plan] budget {gb(self.budget_bytes)} ({self.budget_source}) | need {gb(self.need_bytes)} = "
+            f"process {gb(self.process_bytes)} + resident {gb(self.resident_bytes)} + KV {gb(self.kv_bytes)} + "
+            f"scratch {gb(self.scratch_bytes)} + cache {gb(self.cache_bytes)}",
             f"[plan] cache: {self.num_slots} of {self.num_experts} experts in each of {len(sizes)} sparse layers, "
             f"{each} | CTX {self.context} | prefill in chunks of {self.prefill_chunk}",
         )
 
     def as_json(self):
         """Every number of the plan, for scripts/plan.py --json."""
-        return asdict(self) | {"cache": self.cache, "need": self.need}
+        return asdict(self) | {"cache_bytes": self.cache_bytes, "need_bytes": self.need_bytes}
 
 
 def gb(num_bytes):
@@ -87,7 +87,7 @@ def packing_bytes(config, disk):
     return disk.max_expert_bytes() + 4 * min(PACK_BYTES, 4 * config.hidden_size * config.moe_intermediate_size)
 
 
-def make_plan(config, resident, disk, settings, context):
+def make_plan(config, resident, disk, settings, context, tokenizer_bytes=0):
     """ResidentTensors and ExpertDisk of an opened snapshot -> Plan; `context` in positions. Refused if it does not fit.
 
     settings.cap > 0 asks for exactly that many slots (at most one for each expert); 0 takes what the budget allows. A
@@ -100,12 +100,12 @@ def make_plan(config, resident, disk, settings, context):
 
     def plan_with(chunk, slots):
         return Plan(
-            budget=budget,
+            budget_bytes=budget,
             budget_source=source,
-            process=-(-rss_bytes() // PROCESS_STEP) * PROCESS_STEP,
-            resident=resident.num_bytes(settings.dense_bits),
-            kv=KvState.bytes_for(config, context),
-            scratch=scratch_bytes(config, chunk, context) + packing,
+            process_bytes=-(-rss_bytes() // PROCESS_STEP) * PROCESS_STEP + tokenizer_bytes,
+            resident_bytes=resident.num_bytes(settings.dense_bits),
+            kv_bytes=KvState.bytes_for(config, context),
+            scratch_bytes=scratch_bytes(config, chunk, context) + packing,
             slot_bytes={i: slot_bytes(config, disk, i, settings.expert_bits) for i in config.sparse_layers},
             num_experts=config.num_experts,
             num_slots=slots,
@@ -116,16 +116,20 @@ def make_plan(config, resident, disk, settings, context):
     chunk = settings.prefill_chunk or DEFAULT_CHUNK
     plan = plan_with(chunk, num_slots)
     # Rows of a chunk and slots of the cache share what is left: more rows serve the prefill, more slots the decode.
-    while not settings.prefill_chunk and chunk > MIN_CHUNK and plan.scratch > (budget - plan.fixed) / 2:
+    while (
+        not settings.prefill_chunk
+        and chunk > MIN_CHUNK
+        and (plan.need_bytes > budget or plan.scratch_bytes > (budget - plan.fixed_bytes) / 2)
+    ):
         chunk //= 2
         plan = plan_with(chunk, num_slots)
-    if plan.need > budget:
-        what = f"cap {num_slots}" if settings.cap else "one expert slot per layer"
+    if plan.need_bytes > budget:
+        need = f"{gb(plan.need_bytes)} with {f'cap {num_slots}' if settings.cap else 'one expert slot per layer'}"
         raise Refused(
-            f"this does not fit: need {gb(plan.need)} with {what} and CTX={context}, have {gb(budget)} ({source}); "
+            f"this does not fit: need {need} and CTX={context}, have {gb(budget)} ({source}); "
             "raise RAM_GB, lower CTX, or quantise (python colibri.py cap expert_bits dense_bits)"
         )
-    if not settings.cap and plan.cache:
-        spare = (budget - plan.need) // sum(plan.slot_bytes.values())
+    if not settings.cap and plan.cache_bytes:
+        spare = (budget - plan.need_bytes) // sum(plan.slot_bytes.values())
         plan = plan_with(chunk, min(1 + spare, config.num_experts))
     return plan

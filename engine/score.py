@@ -1,9 +1,9 @@
 """Log-likelihoods of continuations, many requests to a sweep over the experts.
 
 Requests with the same context form a group: the context goes through the model once, each continuation on a clone of
-its KV state. Groups are put together into waves: all contexts of a wave are one forward, all its continuations another,
-so each expert is fetched about twice a wave, however many requests are in it. The last token of a continuation needs no
-forward.
+its KV state. Groups are put together into waves: the contexts of a wave go through the model together, then its
+continuations, so each expert is fetched once for as many requests as fit a prefill chunk and the KV memory. The last
+token of a continuation needs no forward.
 """
 
 from dataclasses import dataclass
@@ -39,18 +39,18 @@ class ScoreCounters:
     continuation_rows: int = 0
 
 
-def score_requests(model, requests, max_positions, counters=None):
+def score_requests(model, requests, max_positions, counters=None, progress=None):
     """requests: list of Request, each of at most max_positions + 1 tokens -> yields (index, Score), wave by wave.
 
-    The KV states of a wave hold at most max_positions positions together, those of a single group at most twice that:
-    a group that is larger goes one continuation at a time over one state.
+    The KV states that exist at once hold at most max_positions positions together; a group that needs more has its
+    continuations go through the model in several parts. `progress` is layers_forward's.
     """
     counters = counters or ScoreCounters()
     groups = {}
     for index, request in enumerate(requests):
         groups.setdefault(request.context, []).append(index)
     for wave in make_waves(groups, requests, max_positions):
-        yield from score_wave(model, wave, requests, max_positions, counters)
+        yield from score_wave(model, wave, requests, max_positions, counters, progress)
 
 
 def positions_of(context, indices, requests):
@@ -72,7 +72,7 @@ def make_waves(groups, requests, max_positions):
         yield wave
 
 
-def score_wave(model, wave, requests, max_positions, counters):
+def score_wave(model, wave, requests, max_positions, counters, progress):
     """One wave of groups [(context, request indices), ...] -> (index, Score) of each request."""
     # 1) every context once; a state is as long as its longest continuation needs
     states = []
@@ -80,7 +80,7 @@ def score_wave(model, wave, requests, max_positions, counters):
         longest = max(len(requests[i].continuation) for i in indices)
         states.append(KvState(model.config, len(context) + max(longest - 1, 0)))
         counters.context_rows += len(context)
-    logits = step(model, [(list(context), kv) for (context, _), kv in zip(wave, states, strict=True)])
+    logits = step(model, [(list(context), kv) for (context, _), kv in zip(wave, states, strict=True)], progress)
 
     # 2) the first token of a continuation follows from the context's last logits
     sums, greedy, rest = {}, {}, []
@@ -94,34 +94,46 @@ def score_wave(model, wave, requests, max_positions, counters):
             if len(continuation) > 1:
                 rest.append((i, kv))
 
-    # 3) the others in one forward, each on its own state; when the clones would not fit, one after the other
-    def add(part):
-        batch = [(list(requests[i].continuation[:-1]), kv) for i, kv in part]
+    # 3) the others, as many in one forward as their states allow
+    room = max_positions - sum(kv.capacity for kv in states)
+    for part in parts_that_fit(rest, requests, room):
+        batch = [(list(requests[i].continuation[:-1]), kv) for i, kv in own_states(part, requests)]
         targets = [token for i, _ in part for token in requests[i].continuation[1:]]
-        logprobs, best = step_logprobs(model, batch, targets)
+        logprobs, best = step_logprobs(model, batch, targets, progress)
         counters.continuation_rows += len(targets)
         at = 0
-        for i, _ in part:
+        for i, kv in part:
             count = len(requests[i].continuation) - 1
             sums[i] += float(logprobs[at : at + count].sum())
             greedy[i] &= best[at : at + count].tolist() == targets[at : at + count]
             at += count
-
-    fits = sum(positions_of(context, indices, requests) for context, indices in wave) <= max_positions
-    if fits:
-        if rest:
-            add(own_states(rest, requests))
-    else:
-        for i, kv in rest:
-            length = kv.length
-            add([(i, kv)])
-            kv.trim(length)
+            kv.trim(len(requests[i].context))  # the state is the context's again
     for _, indices in wave:
         for i in indices:
             yield i, Score(sums[i], greedy[i])
 
 
-def own_states(rest, requests):
-    """Give each continuation a state of its own: a clone, but for the last of a group, which takes the original."""
-    last = {id(kv): i for i, kv in rest}
-    return [(i, kv if last[id(kv)] == i else kv.clone(kv.length + len(requests[i].continuation) - 1)) for i, kv in rest]
+def parts_that_fit(rest, requests, room):
+    """Cut [(request index, its context's state), ...] so that the clones of a part hold at most `room` positions.
+    The first continuation of a state in a part needs no clone."""
+    part, seen, used = [], set(), 0
+    for i, kv in rest:
+        need = len(requests[i].context) + len(requests[i].continuation) - 1 if id(kv) in seen else 0
+        if part and used + need > room:
+            yield part
+            part, seen, used, need = [], set(), 0, 0
+        part.append((i, kv))
+        seen.add(id(kv))
+        used += need
+    if part:
+        yield part
+
+
+def own_states(part, requests):
+    """Give each continuation a state of its own: the context's for its first, clones of it for the others."""
+    out, seen = [], set()
+    for i, kv in part:
+        taken = id(kv) in seen
+        out.append((i, kv.clone(kv.length + len(requests[i].continuation) - 1) if taken else kv))
+        seen.add(id(kv))
+    return out

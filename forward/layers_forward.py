@@ -12,11 +12,16 @@ def layers_forward(model, batch, progress=None):
     """batch [(ids, KvState), ...] -> yields (Chunk, hidden [rows, D] before the final norm) for each chunk.
 
     Every chunk's positions are in the states when it is yielded. `progress(layer, num_layers, rows)` is called after
-    each layer of a chunk of 8 rows or more. ValueError when a state has no room, before anything is computed.
+    each layer of a chunk of 8 rows or more. ValueError, before anything is computed, when a state has no room, stands
+    in the batch twice, or comes without tokens.
     """
     for ids, kv in batch:
+        if not len(ids):
+            raise ValueError("a sequence of the batch has no tokens")
         if len(ids) > kv.room:
             raise ValueError(f"{len(ids)} tokens do not fit a KV state with room for {kv.room}")
+    if len({id(kv) for _, kv in batch}) < len(batch):
+        raise ValueError("a KV state stands in the batch twice")
     num_layers = model.config.num_layers
     for pieces in split_batch(batch, model.prefill_chunk):
         with model.profile.measure("attention"):  # the rotary angles are most of it

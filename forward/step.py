@@ -17,7 +17,7 @@ def step(model, batch, progress=None):
     last = {}
     for chunk, hidden in layers_forward(model, batch, progress):
         for segment in chunk.segments:
-            last[id(segment.kv)] = hidden[segment.stop - 1]
+            last[id(segment.kv)] = hidden[segment.stop - 1].clone()  # a view would keep the whole chunk alive
     logits = lm_head(model, torch.stack([last[id(kv)] for _, kv in batch]))
     return check_logits(logits, [kv.length - 1 for _, kv in batch])
 

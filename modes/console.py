@@ -38,8 +38,8 @@ def announce(loaded):
     """What was loaded and how: the first lines of every mode."""
     config, plan = loaded.model.config, loaded.plan
     say(
-        f"[snapshot] {loaded.folder.name}: {config.model_type}, {config.num_layers} layers, {config.num_experts} "
-        f"experts top-{config.num_active_experts}"
+        f"[snapshot] {loaded.folder.resolve().name}: {config.model_type}, {config.num_layers} layers, "
+        f"{config.num_experts} experts top-{config.num_active_experts}"
     )
     for line in (*plan.lines(), *loaded.notices):
         say(line)

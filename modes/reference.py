@@ -14,6 +14,8 @@ def reference_path(settings):
 def read_reference(settings, loaded, *keys):
     """The lists of ids under `keys` -> a dict; refuses what is missing, empty, outside the vocabulary, too long."""
     path = reference_path(settings)
+    if not path.exists():
+        raise Refused(f"{path}: no such file; REF must name a reference (scripts/make_reference.py makes one)")
     raw, out = read_json(path), {}
     vocab_size = loaded.model.config.vocab_size
     for key in keys:

@@ -74,10 +74,10 @@ class Run:
             "disk_wait_s": cache.wait_seconds,
             "rss_bytes": rss_bytes(),
             "peak_rss_bytes": peak_rss_bytes(),
-            "budget_bytes": plan.budget,
+            "budget_bytes": plan.budget_bytes,
             "context": self.loaded.context,
             "cache_slots": plan.num_slots,
-            "cache_bytes": plan.cache,
+            "cache_bytes": plan.cache_bytes,
             "lossy": list(self.loaded.lossy),
             "profile": profile,
             **more,
@@ -98,14 +98,30 @@ def profile_line(profile):
     return "PROFILE: " + " | ".join(f"{stage} {seconds:.2f}" for stage, seconds in profile.items()) + " s"
 
 
-def write_report(settings, numbers):
-    """REPORT=file.json: the numbers of a run, whole or not at all."""
+def check_report(settings):
+    """Refuse a REPORT that cannot be written before the run, not after it."""
     if not settings.report:
         return
-    path = Path(settings.report)
-    part = path.with_name(path.name + ".part")
+    path = Path(settings.report).resolve()
+    if path.is_dir():
+        raise Refused(f"REPORT={settings.report}: is a folder; name a file")
+    if not path.parent.is_dir():
+        raise Refused(f"REPORT={settings.report}: its folder does not exist")
+    if not os.access(path if path.exists() and not path.is_file() else path.parent, os.W_OK):
+        raise Refused(f"REPORT={settings.report}: cannot be written; check the permissions")
+
+
+def write_report(settings, numbers):
+    """REPORT=file.json: the numbers of a run, whole or not at all. A pipe or device is written to, not replaced."""
+    if not settings.report:
+        return
+    path, text = Path(settings.report).resolve(), json.dumps(numbers, indent=1) + "\n"
     try:
-        part.write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
+        if path.exists() and not path.is_file():
+            path.write_text(text, encoding="utf-8")
+            return
+        part = path.with_name(path.name + ".part")
+        part.write_text(text, encoding="utf-8")
         os.replace(part, path)
     except OSError as error:
         raise Refused(f"REPORT={settings.report}: cannot be written ({error.strerror})") from None

@@ -20,7 +20,7 @@ from snapshot.errors import Refused
 from snapshot.memory import rss_bytes
 from snapshot.tokenizer import TextTokenizer
 
-PROGRESS_SECONDS = 2.0
+PROGRESS_SECONDS, LAYER_SECONDS = 2.0, 10.0
 
 
 def run_score(settings, loaded):
@@ -28,7 +28,14 @@ def run_score(settings, loaded):
     requests = read_requests(settings, loaded)
     run, counters, results, printed = Run("score", loaded), ScoreCounters(), {}, 0
     said = run.started
-    for index, score in score_requests(loaded.model, requests, loaded.context, counters):
+
+    def layer_progress(layer, num_layers, rows):
+        nonlocal said
+        if time.perf_counter() - said > LAYER_SECONDS:  # a wave of a large model takes minutes, of a small one none
+            said = time.perf_counter()
+            say(f"[prefill] layer {layer}/{num_layers} | {rows} tokens")
+
+    for index, score in score_requests(loaded.model, requests, loaded.context, counters, layer_progress):
         results[index] = score
         while printed in results:  # waves end out of order, lines do not
             score = results[printed]
@@ -64,11 +71,13 @@ def read_requests(settings, loaded):
     """The file -> list of Request, prefixed by the family's rule. Every fault names its line."""
     path = Path(settings.score)
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except OSError as error:
         raise Refused(f"SCORE={path}: {error.strerror}") from None
     except UnicodeDecodeError:
         raise Refused(f"SCORE={path}: is not valid UTF-8") from None
+    if not lines[-1]:
+        lines.pop()  # the line end of the last line begins no other
     if not lines:
         raise Refused(f"SCORE={path}: holds no requests")
     reader = RequestReader(settings, loaded)
@@ -141,12 +150,15 @@ class RequestReader:
         return context, continuation
 
     def encode_pair(self, context, continuation):
-        """Two texts -> ids. They are encoded together, so that a word across the border is cut where it would be; the
-        spaces that end a context belong to the continuation, as lm-eval does it."""
+        """Two texts -> ids. The spaces that end a context belong to the continuation, as lm-eval does it. They are
+        encoded together; where that merges a piece across the border (a word cut in two), each is encoded alone, so
+        that every character of the continuation is scored."""
         if self.tokenizer is None:
             raise ValueError("texts need the snapshot's tokenizer.json; give token ids instead")
         spaces = len(context) - len(context.rstrip())
         if spaces:
             context, continuation = context[:-spaces], context[-spaces:] + continuation
-        context_ids = self.tokenizer.encode(context)
-        return context_ids, self.tokenizer.encode(context + continuation)[len(context_ids) :]
+        context_ids, whole = self.tokenizer.encode(context), self.tokenizer.encode(context + continuation)
+        if whole[: len(context_ids)] == context_ids:
+            return context_ids, whole[len(context_ids) :]
+        return context_ids, self.tokenizer.encode(continuation)

@@ -21,15 +21,20 @@ def main(arguments):
     as_json = "--json" in arguments
     words = [word for word in arguments if word != "--json"]
     folder = words.pop(0) if words and not words[0].isdigit() else None
+    if {"-h", "--help"} & set(arguments):
+        print(__doc__)
+        return 0
     try:
-        opened = open_snapshot(Settings.read(words, snap=folder))
+        settings = Settings.read(words, snap=folder)
+        opened = open_snapshot(settings)
     except Refused as error:
         print(f"plan: {error}", file=sys.stderr)
         return 2
+    notices = [*settings.notices, *opened.notices]
     if as_json:
-        print(json.dumps(opened.plan.as_json() | {"lossy": opened.lossy, "notices": opened.notices}, indent=1))
+        print(json.dumps(opened.plan.as_json() | {"lossy": opened.lossy, "notices": notices}, indent=1))
     else:
-        print(*opened.plan.lines(), *opened.notices, sep="\n")
+        print(*opened.plan.lines(), *notices, sep="\n")
     opened.reader.close()
     return 0
 

@@ -116,6 +116,14 @@ def test_the_room_is_checked_first_and_used_to_the_last_position(model):
         next(spec_decode(model, KvState(model.config, 34), [], Sampler(), 2))
 
 
+def test_counters_may_run_over_several_generations(model):
+    counters = DecodeCounters()
+    for _ in range(2):
+        kv = KvState(model.config, 40)
+        assert len(list(spec_decode(model, kv, [1, 2], Sampler(), 5, counters=counters))) == 5
+    assert counters.tokens == 10
+
+
 def test_nothing_runs_before_the_first_token_is_asked_for(model):
     kv = KvState(model.config, 40)
     spec_decode(model, kv, [1, 2], Sampler(), 5)

@@ -101,5 +101,5 @@ def test_layers_of_different_formats_have_slots_of_their_own_size(load, tmp_path
     loaded = load(tmp_path, cap=3)
     sizes = loaded.plan.slot_bytes
     assert sizes == {1: 12288, 2: 24576, 3: 12288, 4: 12288}
-    assert len(loaded.model.experts.arena) == 3 * sum(sizes.values()) == loaded.plan.cache
+    assert len(loaded.model.experts.arena) == 3 * sum(sizes.values()) == loaded.plan.cache_bytes
     assert ask(loaded.model.experts, [0, 1, 2, 3]) == (0, 4)

@@ -187,12 +187,17 @@ def test_logits_are_computed_only_where_asked_for(oracle_folder, load, monkeypat
     assert rows == [1]
 
 
-def test_a_full_state_is_refused_before_anything_runs(oracle_folder, load):
+def test_a_batch_that_cannot_be_is_refused_before_anything_runs(oracle_folder, load):
     model = load(oracle_folder("glm_moe_dsa")).model
-    kv = KvState(model.config, 4)
-    with pytest.raises(ValueError, match="5 tokens do not fit a KV state with room for 4"):
-        step(model, [([1, 2, 3, 4, 5], kv)])
-    assert kv.length == 0 and model.experts.counters.misses == 0
+    kv, other = KvState(model.config, 4), KvState(model.config, 4)
+    for batch, message in [
+        ([([1], other), ([1, 2, 3, 4, 5], kv)], "5 tokens do not fit a KV state with room for 4"),
+        ([([1], kv), ([2], kv)], "twice"),
+        ([([1], kv), ([], other)], "no tokens"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            step(model, batch)
+    assert kv.length == other.length == 0 and model.experts.counters.misses == 0
 
 
 def test_a_container_without_any_indexer_runs_dense_with_a_warning(oracle_folder, load, tmp_path):

@@ -75,6 +75,19 @@ def test_a_bad_reference_is_refused(run_colibri, tmp_path, change, message):
     assert process.stdout == b""
 
 
+@pytest.mark.parametrize("mode", ["TF", "REPLAY"])
+def test_a_mode_without_its_reference_names_the_file(run_colibri, tmp_path, mode):
+    shutil.copytree(FIXTURES / "glm_moe_dsa", tmp_path / "snap")
+    (tmp_path / "snap" / "ref_glm.json").unlink()
+    process = run_colibri(SNAP=tmp_path / "snap", **{mode: 1})
+    assert process.returncode == 2 and "ref_glm.json: no such file; REF must name" in text_of(process)[1]
+
+
+def test_help(run_colibri):
+    process = run_colibri("--help")
+    assert process.returncode == 0 and process.stdout.startswith(b"usage: ")
+
+
 def test_neither_mode_nor_reference_prints_the_usage(run_colibri, tmp_path):
     shutil.copytree(FIXTURES / "glm_moe_dsa", tmp_path / "snap")
     (tmp_path / "snap" / "ref_glm.json").unlink()
@@ -231,17 +244,48 @@ def test_a_bar_on_a_terminal_and_plain_lines_elsewhere(variables):
     assert (b"\x1b" in shown) == (variables.get("TERM") != "dumb")
 
 
-def test_a_reader_that_goes_away_is_no_traceback():
-    """PROMPT=... python colibri.py | head -c 1"""
-    environ = {"PATH": os.environ["PATH"], "PROMPT": "In the beginning", "NGEN": "600"}
+@pytest.mark.parametrize("variables", [{"PROMPT": "In the beginning", "NGEN": "600"}, {"TF": "1"}, {"REPLAY": "1"}, {}])
+def test_a_reader_that_goes_away_is_no_traceback(variables):
+    """PROMPT=... python colibri.py | head -c 1; TF=1 python colibri.py | true"""
     process = subprocess.Popen(
-        [sys.executable, str(ROOT / "colibri.py")], env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [sys.executable, str(ROOT / "colibri.py")],
+        env={"PATH": os.environ["PATH"]} | variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     )
-    process.stdout.read(1)
+    if "PROMPT" in variables:
+        process.stdout.read(1)
     process.stdout.close()
     err = process.stderr.read()
     process.stderr.close()
-    assert process.wait(timeout=60) == 141 and b"Traceback" not in err
+    assert process.wait(timeout=60) == 141 and b"Traceback" not in err and b"Exception ignored" not in err
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")
+@pytest.mark.parametrize("variables", [{"PROMPT": "x", "NGEN": "4"}, {"TF": "1"}])
+def test_a_full_disk_behind_stdout_is_one_line(variables):
+    with open("/dev/full", "wb") as full:
+        process = subprocess.run(
+            [sys.executable, str(ROOT / "colibri.py")],
+            env={"PATH": os.environ["PATH"]} | variables,
+            stdout=full,
+            stderr=subprocess.PIPE,
+        )
+    assert process.returncode == 2 and b"colibri: No space left on device" in process.stderr
+    assert b"Traceback" not in process.stderr and b"Exception ignored" not in process.stderr
+
+
+def test_ctrl_c_while_the_prompt_is_read_in():
+    environ = {"PATH": os.environ["PATH"], "PROMPT": "the king " * 480, "PREFILL_CHUNK": "8", "CTX": "1024"}
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "colibri.py")], env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    for line in process.stderr:
+        if line.startswith(b"[prefill]"):
+            break
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and b"[stop] interrupted" in err and b"Traceback" not in err
 
 
 # --- bad usage --------------------------------------------------------------------------------------------------------
@@ -251,6 +295,9 @@ def test_a_reader_that_goes_away_is_no_traceback():
     ("arguments", "variables", "message"),
     [
         ([], {"SNAP": "/no/such/folder", "PROMPT": "x"}, "SNAP=/no/such/folder: no such folder"),
+        ([], {"SNAP": "/no/such/folder"}, "SNAP=/no/such/folder: no such folder"),
+        ([], {"SNAP": "x" * 5000, "PROMPT": "x"}, "File name too long"),
+        ([], {"SNAP": "/no/\u00e9", "PROMPT": "x", "LC_ALL": "C", "PYTHONUTF8": "0"}, "no such folder"),
         ([], {"SNAP": "", "NGEN": "x"}, "NGEN='x'"),
         ([], {"PROMPT": ""}, "PROMPT is empty"),
         (["cap"], {"PROMPT": "x"}, "cap='cap'"),

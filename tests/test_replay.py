@@ -1,6 +1,7 @@
 """REPLAY and REPORT: what they measure, and that the numbers agree with each other. No speed is asserted."""
 
 import json
+import os
 import re
 
 import pytest
@@ -72,13 +73,34 @@ def test_a_report_holds_every_documented_number(run_colibri, tmp_path, mode):
     assert report["model"] == "tiny" and report["lossy"] == [] and report["cache_slots"] == 24
     assert 0 < report["rss_bytes"] <= report["peak_rss_bytes"] * 1.01 < report["budget_bytes"]
     assert [path.name for path in tmp_path.iterdir() if path.name.endswith(".part")] == []
-    total = report["prefill_s"] + report["decode_s"] if mode != "replay" else report["decode_s"]
-    assert sum(report["profile"].values()) == pytest.approx(total, rel=0.02, abs=0.005)
+    assert all(seconds >= 0 for seconds in report["profile"].values())
+
+
+def test_most_of_the_time_has_a_name(run_colibri, tmp_path):
+    """A stage that nobody measures would stand in rest: lm_head alone is a third of this model's arithmetic."""
+    run_colibri(REPORT=tmp_path / "r.json", PROMPT="And God said", NGEN=200)
+    profile = read_json(tmp_path / "r.json")["profile"]
+    assert profile["rest"] < 0.25 * sum(profile.values()), profile
 
 
 def test_a_report_that_cannot_be_written_is_refused_first(run_colibri, tmp_path):
-    process = run_colibri(REPORT=tmp_path / "absent" / "r.json", PROMPT="x")
-    assert process.returncode == 2 and b"its folder does not exist" in process.stderr and process.stdout == b""
+    for path, message in [(tmp_path / "absent" / "r.json", b"its folder does not exist"), (tmp_path, b"is a folder")]:
+        process = run_colibri(REPORT=path, PROMPT="x")
+        assert process.returncode == 2 and message in process.stderr and process.stdout == b""
+
+
+def test_a_report_never_replaces_a_pipe_or_a_link(run_colibri, tmp_path):
+    """REPORT=/dev/null once became a regular file."""
+    (tmp_path / "target.json").write_text("old")
+    (tmp_path / "link.json").symlink_to("target.json")
+    run_colibri(REPORT=tmp_path / "link.json", PROMPT="x", NGEN=1)
+    assert (tmp_path / "link.json").is_symlink() and read_json(tmp_path / "target.json")["mode"] == "prompt"
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    process = run_colibri(REPORT=tmp_path / "pipe", PROMPT="x", NGEN=1)
+    assert process.returncode == 0, process.stderr
+    assert json.loads(os.read(reader, 1 << 16))["mode"] == "prompt" and (tmp_path / "pipe").is_fifo()
+    os.close(reader)
 
 
 # --- lossy switches ---------------------------------------------------------------------------------------------------
@@ -114,5 +136,7 @@ def test_topp_keeps_the_fewest_experts_that_reach_the_mass():
         _, weights = route_sigmoid(logits, torch.zeros(4), 4, 1, 1, True, 1.0, mass)
         assert (weights > 0).sum(-1).tolist() == kept
         assert weights.sum(-1).tolist() == pytest.approx([1.0, 1.0])
+    _, weights = route_sigmoid(logits, torch.zeros(4), 4, 1, 1, True, 1.0, 1e-300)
+    assert (weights > 0).sum(-1).tolist() == [1, 1]  # the best expert stays
     first = route_sigmoid(logits, torch.zeros(4), 4, 1, 1, False, 1.0, 0.5)[1][1]
     assert first.nonzero()[:, 0].tolist() == [0, 1]  # ties: lowest id

@@ -61,16 +61,47 @@ def test_the_embedded_model_equals_transformers(score_lines):
     assert first[1:] == (len(full) - n, 1) and second[1:] == (len(full) - n - 7, 1) and third[1:] == (5, 0)
 
 
-def test_four_choices_of_one_context_cost_little_more_than_one(load):
-    ref, _ = reference("glm_moe_dsa")
-    context = tuple(ref["seq"][:40])
-    model, rows = load(FIXTURES / "glm_moe_dsa").model, []
+def count_rows(monkeypatch):
+    """-> a list that gets the rows of every chunk that goes through the layers."""
+    import forward.layers_forward
+
+    rows, plain = [], forward.layers_forward.make_chunk
+
+    def counting(config, pieces):
+        rows.append(sum(len(ids) for ids, _ in pieces))
+        return plain(config, pieces)
+
+    monkeypatch.setattr(forward.layers_forward, "make_chunk", counting)
+    return rows
+
+
+def test_four_choices_of_one_context_cost_little_more_than_one(load, monkeypatch):
+    """Counted where rows go through the layers: at most 1.3 times."""
+    context, totals = tuple(reference("glm_moe_dsa")[0]["seq"][:40]), []
+    model = load(FIXTURES / "glm_moe_dsa").model
     for choices in (1, 4):
-        counters = ScoreCounters()
+        rows, counters = count_rows(monkeypatch), ScoreCounters()
         requests = [Request(context, (7 + i, 8, 9, 10)) for i in range(choices)]
         assert len(dict(score_requests(model, requests, 4096, counters))) == choices
-        rows.append(counters.context_rows + counters.continuation_rows)
-    assert rows == [40 + 3, 40 + 12] and rows[1] <= 1.3 * rows[0]
+        totals.append(sum(rows))
+        assert counters.context_rows + counters.continuation_rows == sum(rows)
+        monkeypatch.undo()
+    assert totals == [40 + 3, 40 + 12] and totals[1] <= 1.3 * totals[0]
+
+
+def test_a_group_that_does_not_fit_goes_in_parts(load, monkeypatch):
+    """Eight choices of a context of 40 positions: what fits goes together, and the numbers are the same."""
+    context = tuple(reference("glm_moe_dsa")[0]["seq"][:40])
+    model = load(FIXTURES / "glm_moe_dsa").model
+    requests = [Request(context, (7 + i, 8, 9, 10)) for i in range(8)]
+    expected = dict(score_requests(model, requests, 4096))
+    for max_positions, parts in [(344, [24]), (343, [21, 3]), (43 * 3, [9, 9, 6]), (43, [3] * 8)]:
+        rows = count_rows(monkeypatch)
+        scores = dict(score_requests(model, requests, max_positions))
+        monkeypatch.undo()
+        assert rows == [40, *parts]
+        for i, score in scores.items():
+            assert score.logprob == pytest.approx(expected[i].logprob, abs=1e-4)
 
 
 def test_one_sweep_over_the_experts_serves_many_requests(load, monkeypatch):
@@ -113,6 +144,28 @@ def test_output_is_in_input_order_with_groups_and_json_between(score_lines):
 def test_spaces_at_the_end_of_a_context_belong_to_the_continuation(score_lines):
     pairs = [("And it came to pass ", "in those days"), ("And it came to pass", " in those days")]
     first, second = results(score_lines([json.dumps({"context": a, "continuation": b}) for a, b in pairs]))
+    assert first == second
+
+
+def test_every_character_of_a_continuation_is_scored(load):
+    """A word cut in two is one piece when it is encoded whole: the second half must not vanish."""
+    from modes.score import RequestReader
+    from settings import Settings
+
+    reader = RequestReader(Settings.read([], {"PREFIX": "0"}), load(EMBEDDED_SNAPSHOT))
+    text = "And it came to pass in those days, that there went out a decree from the king over the waters"
+    for at in range(1, len(text)):
+        request = reader.read(json.dumps({"context": text[:at], "continuation": text[at:]}))
+        context = text[:at].rstrip()
+        assert reader.tokenizer.decode(list(request.context)) == context
+        assert reader.tokenizer.decode(list(request.continuation)) == text[len(context) :]
+
+
+def test_lines_end_at_newlines_alone(score_lines):
+    """JSON may hold U+2028 and U+0085 as they are; a byte order mark and CRLF are no part of a request."""
+    line = json.dumps({"context": "a\u2028b", "continuation": "c\x85d"}, ensure_ascii=False)
+    escaped = json.dumps({"context": "a\u2028b", "continuation": "c\x85d"})
+    first, second = results(score_lines(["\ufeff" + line + "\r", escaped]))
     assert first == second
 
 
