@@ -78,6 +78,7 @@ def run(settings):
     else:
         mode = forward_all if settings.tf else run_oracle
     Terminal.has_bar = sys.stderr.isatty() and not settings.dumb
+    Terminal.is_shared = sys.stderr.isatty() and sys.stdout.isatty()
     for notice in settings.notices:
         say(notice)
     check_report(settings)

@@ -12,9 +12,10 @@ WIPE = "\r\x1b[K"  # back to the start of the line, and clear it
 
 
 class Terminal:
-    """Whether stderr can show a bar: set once by the door, which knows the environment."""
+    """What stderr is: set once by the door, which knows the environment."""
 
-    has_bar = False
+    has_bar = False  # it can show a bar
+    is_shared = False  # it is the terminal that also shows the answer
 
 
 def say(line):

@@ -6,11 +6,12 @@ import time
 from pathlib import Path
 
 from engine.decode import DecodeCounters
-from modes.console import say
+from modes.console import Terminal, say
 from snapshot.errors import Refused
 from snapshot.memory import peak_rss_bytes, rss_bytes
 
 HEARTBEAT_EVERY = 16  # tokens
+QUIET_SECONDS = 10
 
 
 class Run:
@@ -22,18 +23,27 @@ class Run:
         self.num_prompt_ids = 0
         self.started = time.perf_counter()
         self.prefilled = None  # when decoding began
+        self.said = self.started  # when the last heartbeat was
 
     def prefill_done(self):
         """Everything before this was prefill, everything after it is decoding."""
         self.prefilled = time.perf_counter()
 
     def on_token(self):
-        """Call for each token of spec_decode as it comes; every 16 tokens it says how things go."""
+        """Call for each token of spec_decode as it comes; every 16 tokens it says how things go. Into a text that is
+        being read on the same terminal it speaks only when the last word is ten seconds old, on a line of its own."""
+        now = time.perf_counter()
         if self.prefilled is None:
             self.prefill_done()
-        if self.counters.tokens % HEARTBEAT_EVERY == 0:
-            # The prefill paid for the first token.
-            say(f"[t={self.counters.tokens}  {self.state(self.counters.tokens - 1)}]")
+            self.said = now
+        if self.counters.tokens % HEARTBEAT_EVERY:
+            return
+        if Terminal.is_shared and now - self.said < QUIET_SECONDS:
+            return
+        self.said = now
+        # The prefill paid for the first token.
+        line = f"[t={self.counters.tokens}  {self.state(self.counters.tokens - 1)}]"
+        say(f"\n{line}" if Terminal.is_shared else line)
 
     def seconds(self):
         """-> (prefill, decode) up to now."""

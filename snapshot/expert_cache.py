@@ -48,7 +48,8 @@ class ExpertCache:
         layers = config.sparse_layers
         sizes = {layer: slot_bytes(config, disk, layer, bits) for layer in layers}
         # Page-aligned, and pages cost memory only once they are written.
-        self.arena = mmap.mmap(-1, max(PAGE, num_slots * sum(sizes.values())))
+        size = max(PAGE, num_slots * sum(sizes.values()))
+        self.arena = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self.bytes = torch.frombuffer(self.arena, dtype=torch.uint8)
         self.staging = torch.empty(disk.max_expert_bytes(), dtype=torch.uint8) if bits < 16 else None
         # layer -> its free slots, each a (start, stop) of the arena

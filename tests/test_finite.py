@@ -1,4 +1,4 @@
-"""Numbers that are none end the run or are never chosen (F02, F24): no run of token 0, no silent answer."""
+"""Numbers that are none end the run or are never chosen: no run of token 0, no silent answer."""
 
 import json
 import shutil

@@ -222,6 +222,31 @@ def test_sigterm_ends_as_ctrl_c_does():
     assert process.returncode == 143 and b"[done]" in err and b"Traceback" not in err
 
 
+def test_a_text_on_a_terminal_is_not_cut_by_the_heartbeat():
+    """stdout and stderr are one terminal: the whole text stands there in one piece, the statistics after it."""
+    primary, secondary = os.openpty()
+    environ = {"PATH": os.environ["PATH"], "PROMPT": "In the beginning", "NGEN": "40", "TEMP": "0", "TERM": "xterm"}
+    command = [sys.executable, str(ROOT / "colibri.py")]
+    process = subprocess.Popen(command, env=environ, stdout=secondary, stderr=secondary)
+    os.close(secondary)
+    shown = read_terminal(primary).decode().replace("\r\n", "\n")
+    assert process.wait(timeout=60) == 0
+    plain = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
+    assert plain.stdout in shown and "[t=16 " not in shown and "[t=16 " in plain.stderr and "[done]" in shown
+
+
+def read_terminal(primary):
+    """All that a pseudo-terminal showed, until the program is gone."""
+    shown = b""
+    try:
+        while piece := os.read(primary, 4096):
+            shown += piece
+    except OSError:  # the other end is closed: how Linux says the end
+        pass
+    os.close(primary)
+    return shown
+
+
 @pytest.mark.parametrize("variables", [{}, {"NO_COLOR": "1"}, {"TERM": "dumb"}], ids=["bar", "no-color", "dumb"])
 def test_a_bar_on_a_terminal_and_plain_lines_elsewhere(variables):
     """stderr is a pseudo-terminal here: a bar is drawn and wiped, without a colour; a dumb terminal gets lines."""
@@ -231,13 +256,7 @@ def test_a_bar_on_a_terminal_and_plain_lines_elsewhere(variables):
         [sys.executable, str(ROOT / "colibri.py")], env=environ | variables, stdout=subprocess.PIPE, stderr=secondary
     )
     os.close(secondary)
-    shown = b""
-    try:
-        while piece := os.read(primary, 4096):
-            shown += piece
-    except OSError:  # the other end is closed: how Linux says the end
-        pass
-    os.close(primary)
+    shown = read_terminal(primary)
     process.communicate(timeout=60)
     assert process.returncode == 0 and b"\x1b[3" not in shown
     assert (b"\r[prefill] layer 1/5" in shown) == (variables.get("TERM") != "dumb")

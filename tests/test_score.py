@@ -170,7 +170,7 @@ def test_lines_end_at_newlines_alone(score_lines):
 
 
 def test_the_prefix_is_added_to_raw_tokens_unless_they_have_it(score_lines):
-    """F01: a GLM model scored without its [gMASK]<sop> gives other numbers, and nothing said so."""
+    """A GLM model scored without its [gMASK]<sop> gives other numbers, and nothing said so."""
     prefix, ids = TINY["full_ids"][:2], TINY["full_ids"][2:8]
     plain, given = results(score_lines([line_of(ids, [5, 6]), line_of(prefix + ids, [5, 6])]))
     assert plain == given

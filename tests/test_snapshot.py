@@ -103,19 +103,21 @@ def test_an_expert_is_one_read_when_its_matrices_touch(folder, load):
     assert {len(place.runs) for place in disk.places.values()} == {3}
 
 
-def test_a_symlinked_and_read_only_snapshot(folder, load, tmp_path):
-    """The hub cache holds links to blobs; nothing is ever written into a snapshot."""
+def test_a_symlinked_and_read_only_snapshot(folder, load, tmp_path, monkeypatch):
+    """The hub cache holds links to blobs; nothing is ever opened for writing or created in a snapshot."""
     links = tmp_path / "links"
     links.mkdir()
     for path in folder.iterdir():
         os.symlink(path, links / path.name)
-    before = sorted(path.name for path in folder.iterdir())
-    os.chmod(folder, 0o555)
-    os.chmod(links, 0o555)
+        os.chmod(path, 0o444)
+    flags, plain = [], os.open
+    monkeypatch.setattr(
+        os, "open", lambda path, flag, *rest, **more: flags.append(flag) or plain(path, flag, *rest, **more)
+    )
+    before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
     check(load(links).model, NAME)
-    assert sorted(path.name for path in folder.iterdir()) == before
-    os.chmod(folder, 0o755)
-    os.chmod(links, 0o755)
+    assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before
+    assert flags and not any(flag & (os.O_WRONLY | os.O_RDWR | os.O_CREAT) for flag in flags)
 
 
 # --- refused by name --------------------------------------------------------------------------------------------------

@@ -48,6 +48,16 @@ def test_half_a_character_waits_for_the_other_half():
     assert all("�" not in piece for piece in pieces) and "" in pieces
 
 
+def test_two_streams_do_not_mix_their_bytes():
+    first, second = TOKENIZER.encode("a😀b"), TOKENIZER.encode("c🐦d")
+    streams, out = [TextStream(TOKENIZER), TextStream(TOKENIZER)], ["", ""]
+    for i in range(max(len(first), len(second))):
+        for which, ids in enumerate((first, second)):
+            if i < len(ids):
+                out[which] += streams[which].push(ids[i])
+    assert [text + stream.finish() for text, stream in zip(out, streams, strict=True)] == ["a😀b", "c🐦d"]
+
+
 def test_a_character_that_never_ends_becomes_one_replacement():
     ids = TOKENIZER.encode("a😀")
     pieces, rest = stream_of(ids[:-1])
