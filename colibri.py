@@ -56,9 +56,9 @@ def drop_stdout():
 
 
 def run(settings):
-    """Load the model and hand it to the mode the settings ask for."""
+    """Open the snapshot and hand it to the mode the settings ask for."""
     # Imported here: torch takes a second or two, and a mistyped variable should not wait for it.
-    from engine.load import check_folder, load_model
+    from engine.load import check_folder, open_snapshot
     from forward.finite import NonFinite
     from modes.console import Terminal, announce, say, say_warnings
     from modes.oracle import run_oracle
@@ -86,11 +86,11 @@ def run(settings):
     if mode is run_oracle and not settings.ref and not reference_path(settings).exists():
         print(USAGE, file=sys.stderr)
         return 2
-    loaded = load_model(settings)
-    announce(loaded)
+    opened = open_snapshot(settings)
+    announce(opened)
     say_warnings()
     try:
-        return mode(settings, loaded)
+        return mode(settings, opened)  # which loads the weights once its own input is found good
     except NonFinite as error:
         say(f"colibri: {error}")
         return 1

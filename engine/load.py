@@ -78,9 +78,9 @@ def tokenizer_bytes(folder):
     return TOKENIZER_FACTOR * path.stat().st_size if path.is_file() else 0
 
 
-def load_model(settings):
-    """Settings -> Loaded: open, plan, then read the resident weights and set up the expert cache."""
-    opened = open_snapshot(settings)
+def load_model(settings, opened=None):
+    """An opened snapshot (by default settings.snap) -> Loaded: read the resident weights, set up the expert cache."""
+    opened = opened or open_snapshot(settings)
     weights = opened.resident.load(opened.reader, settings.dense_bits)
     experts = ExpertCache(opened.config, opened.disk, opened.plan.num_slots, settings.expert_bits)
     return Loaded(**vars(opened), model=Model(opened.config, weights, experts, opened.plan.prefill_chunk))

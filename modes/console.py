@@ -35,14 +35,14 @@ def say_warnings():
     warnings.showwarning = show
 
 
-def announce(loaded):
-    """What was loaded and how: the first lines of every mode."""
-    config, plan = loaded.model.config, loaded.plan
+def announce(opened):
+    """What will be loaded and how: the first lines of every mode."""
+    config = opened.config
     say(
-        f"[snapshot] {loaded.folder.resolve().name}: {config.model_type}, {config.num_layers} layers, "
+        f"[snapshot] {opened.folder.resolve().name}: {config.model_type}, {config.num_layers} layers, "
         f"{config.num_experts} experts top-{config.num_active_experts}"
     )
-    for line in (*plan.lines(), *loaded.notices):
+    for line in (*opened.plan.lines(), *opened.notices):
         say(line)
 
 

@@ -1,6 +1,7 @@
 """No mode: generate greedily from the prompt of REF, stop tokens ignored, and compare with its continuation."""
 
 from engine.decode import spec_decode
+from engine.load import load_model
 from engine.sample import Sampler
 from forward.kv_state import KvState
 from modes.console import prefill_progress
@@ -9,12 +10,13 @@ from modes.run import Run, write_report
 from snapshot.errors import Refused
 
 
-def run_oracle(settings, loaded):
+def run_oracle(settings, opened):
     """-> 0 when every token equals the reference, else 1."""
-    reference = read_reference(settings, loaded, "prompt_ids", "full_ids")
+    reference = read_reference(settings, opened, "prompt_ids", "full_ids")
     prompt, full = reference["prompt_ids"], reference["full_ids"]
     if full[: len(prompt)] != prompt or len(full) == len(prompt):
         raise Refused(f"{reference_path(settings)}: full_ids must be prompt_ids and at least one token more")
+    loaded = load_model(settings, opened)
     model, run, generated = loaded.model, Run("oracle", loaded), []
     counters, run.num_prompt_ids = run.counters, len(prompt)
     kv = KvState(model.config, loaded.context)

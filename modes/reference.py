@@ -11,13 +11,13 @@ def reference_path(settings):
     return Path(settings.ref) if settings.ref else Path(settings.snap) / "ref_glm.json"
 
 
-def read_reference(settings, loaded, *keys):
+def read_reference(settings, opened, *keys):
     """The lists of ids under `keys` -> a dict; refuses what is missing, empty, outside the vocabulary, too long."""
     path = reference_path(settings)
     if not path.exists():
         raise Refused(f"{path}: no such file; REF must name a reference (scripts/make_reference.py makes one)")
     raw, out = read_json(path), {}
-    vocab_size = loaded.model.config.vocab_size
+    vocab_size = opened.config.vocab_size
     for key in keys:
         ids = raw.get(key)
         if not isinstance(ids, list) or not ids:
@@ -25,7 +25,7 @@ def read_reference(settings, loaded, *keys):
         for i, token in enumerate(ids):
             if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
                 raise Refused(f"{path}: {key}[{i}] is {token!r}, no id of a vocabulary of {vocab_size}")
-        if len(ids) > loaded.context:
-            raise Refused(f"{path}: {key} has {len(ids)} tokens, CTX is {loaded.context}; raise CTX")
+        if len(ids) > opened.context:
+            raise Refused(f"{path}: {key} has {len(ids)} tokens, CTX is {opened.context}; raise CTX")
         out[key] = ids
     return out

@@ -6,6 +6,7 @@ the logits a decoder would need. Prefill and decode are timed and counted apart.
 
 import torch
 
+from engine.load import load_model
 from forward.kv_state import KvState
 from forward.step import step
 from modes.console import prefill_progress, say
@@ -14,12 +15,13 @@ from modes.run import Run, profile_line, write_report
 from snapshot.errors import Refused
 
 
-def run_replay(settings, loaded):
+def run_replay(settings, opened):
     """-> 0. The first line on stdout is REPLAY decode: N token in S s | X tok/s | expert hit Y%."""
-    reference = read_reference(settings, loaded, "prompt_ids", "full_ids")
+    reference = read_reference(settings, opened, "prompt_ids", "full_ids")
     prompt, full = reference["prompt_ids"], reference["full_ids"]
     if len(prompt) < 2 or len(full) <= len(prompt):
         raise Refused(f"{reference_path(settings)}: REPLAY needs two prompt_ids and one token more in full_ids")
+    loaded = load_model(settings, opened)
     model, run = loaded.model, Run("replay", loaded)
     run.num_prompt_ids = first = len(prompt) - 1
     kv = KvState(model.config, len(full))

@@ -13,6 +13,7 @@ import sys
 import time
 from pathlib import Path
 
+from engine.load import load_model
 from engine.score import Request, ScoreCounters, score_requests
 from modes.console import say
 from modes.run import Run, profile_line, write_report
@@ -23,9 +24,10 @@ from snapshot.tokenizer import TextTokenizer
 PROGRESS_SECONDS, LAYER_SECONDS = 2.0, 10.0
 
 
-def run_score(settings, loaded):
+def run_score(settings, opened):
     """-> 0 when every request has its line."""
-    requests = read_requests(settings, loaded)
+    requests = read_requests(settings, opened)
+    loaded = load_model(settings, opened)
     run, counters, results, printed = Run("score", loaded), ScoreCounters(), {}, 0
     said = run.started
 
@@ -67,7 +69,7 @@ def progress_line(done, total, seconds, model):
     return f"[score {done}/{total} req | {seconds:.0f} s | {left:.0f} s left | RSS {rss:.2f} GB | hit {hit:.1%}]"
 
 
-def read_requests(settings, loaded):
+def read_requests(settings, opened):
     """The file -> list of Request, prefixed by the family's rule. Every fault names its line."""
     path = Path(settings.score)
     try:
@@ -80,7 +82,7 @@ def read_requests(settings, loaded):
         lines.pop()  # the line end of the last line begins no other
     if not lines:
         raise Refused(f"SCORE={path}: holds no requests")
-    reader = RequestReader(settings, loaded)
+    reader = RequestReader(settings, opened)
     requests = []
     for number, line in enumerate(lines, 1):
         try:
@@ -93,11 +95,11 @@ def read_requests(settings, loaded):
 class RequestReader:
     """Lines -> Requests. The tokenizer is needed for texts, and for the prefix of a family that has one."""
 
-    def __init__(self, settings, loaded):
-        self.config, self.context = loaded.model.config, loaded.context
+    def __init__(self, settings, opened):
+        self.config, self.context = opened.config, opened.context
         self.tokenizer, self.add_prefix = None, False
-        if (loaded.folder / "tokenizer.json").exists():
-            self.tokenizer = TextTokenizer(loaded.folder, self.config)
+        if (opened.folder / "tokenizer.json").exists():
+            self.tokenizer = TextTokenizer(opened.folder, self.config)
         if self.config.text_prefix and settings.prefix:
             self.add_prefix = self.tokenizer is not None and self.tokenizer.has_prefix
             if not self.add_prefix:

@@ -1,5 +1,6 @@
 """TF: run over the full_ids of REF, compare the argmax after every token with its tf_pred."""
 
+from engine.load import load_model
 from forward.kv_state import KvState
 from forward.step import step_logprobs
 from modes.console import prefill_progress, say
@@ -10,12 +11,13 @@ from snapshot.errors import Refused
 MAX_LISTED = 20
 
 
-def forward_all(settings, loaded):
+def forward_all(settings, opened):
     """-> 0 when the argmax after every position equals the reference, else 1."""
-    reference = read_reference(settings, loaded, "full_ids", "tf_pred")
+    reference = read_reference(settings, opened, "full_ids", "tf_pred")
     ids, expected = reference["full_ids"], reference["tf_pred"]
     if len(ids) != len(expected):
         raise Refused(f"{reference_path(settings)}: tf_pred has {len(expected)} entries for {len(ids)} of full_ids")
+    loaded = load_model(settings, opened)
     model, run = loaded.model, Run("tf", loaded)
     run.num_prompt_ids = len(ids)
     kv = KvState(model.config, len(ids))

@@ -3,6 +3,7 @@
 import sys
 
 from engine.decode import spec_decode
+from engine.load import load_model
 from engine.sample import Sampler
 from engine.stream import TextStream
 from forward.kv_state import KvState
@@ -14,15 +15,15 @@ from snapshot.tokenizer import TextTokenizer
 DEFAULT_TEMPERATURE = 0.7
 
 
-def run_text(settings, loaded):
+def run_text(settings, opened):
     """Generate from PROMPT -> exit code."""
-    model, config = loaded.model, loaded.model.config
-    tokenizer = TextTokenizer(loaded.folder, config)
+    config, context = opened.config, opened.context
+    tokenizer = TextTokenizer(opened.folder, config)
     prompt_ids = encode_prompt(settings, config, tokenizer)
-    if len(prompt_ids) > loaded.context:
-        raise Refused(f"PROMPT has {len(prompt_ids)} tokens, CTX is {loaded.context}; raise CTX or shorten it")
+    if len(prompt_ids) > context:
+        raise Refused(f"PROMPT has {len(prompt_ids)} tokens, CTX is {context}; raise CTX or shorten it")
     # The last token needs no position of its own: it is never forwarded.
-    max_tokens = min(settings.ngen, loaded.context - len(prompt_ids) + 1)
+    max_tokens = min(settings.ngen, context - len(prompt_ids) + 1)
     temperature = DEFAULT_TEMPERATURE if settings.temp is None else settings.temp
     sampler = Sampler(temperature, settings.nucleus, settings.seed)
     stop_ids = {*config.stop_ids, *tokenizer.stop_ids}
@@ -31,9 +32,11 @@ def run_text(settings, loaded):
     )
     say(f"[prompt] {len(prompt_ids)} tokens | at most {max_tokens} more | {how}")
 
+    loaded = load_model(settings, opened)
+    model = loaded.model
     run, stream, interrupted = Run("prompt", loaded), TextStream(tokenizer), None
     counters, run.num_prompt_ids = run.counters, len(prompt_ids)
-    kv = KvState(config, loaded.context)
+    kv = KvState(config, context)
     try:
         for token in spec_decode(
             model, kv, prompt_ids, sampler, max_tokens, stop_ids, progress=prefill_progress, counters=counters

@@ -334,6 +334,23 @@ def test_bad_usage_is_one_line_and_exit_2(run_colibri, arguments, variables, mes
     assert message in line and "Traceback" not in err
 
 
+@pytest.mark.parametrize(
+    "variables", [{"PROMPT": "the " * 100, "CTX": 16}, {"SCORE": "bad"}, {"TF": 1, "REF": "bad"}, {"REF": "bad"}]
+)
+def test_bad_input_is_refused_before_any_weight_is_read(monkeypatch, tmp_path, capsys, variables):
+    """With a model of hundreds of GB the weights are minutes away."""
+    import colibri
+
+    (tmp_path / "bad").write_text("{}")
+    variables = {k: str(tmp_path / "bad") if v == "bad" else str(v) for k, v in variables.items()}
+    monkeypatch.setattr("snapshot.resident.ResidentTensors.load", lambda *rest: pytest.fail("weights were read"))
+    monkeypatch.setattr(colibri.signal, "signal", lambda *rest: None)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert colibri.main([]) == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith("colibri: ")
+
+
 def test_it_runs_from_any_folder_and_writes_nothing(run_colibri, tmp_path):
     before = sorted(EMBEDDED_SNAPSHOT.iterdir())
     assert run_colibri(PROMPT="x", NGEN=2, cwd=tmp_path).returncode == 0
