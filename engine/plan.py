@@ -84,7 +84,7 @@ def find_budget(ram_gb):
 
 def packing_bytes(config, disk):
     """Memory that quantising one expert takes: the expert as stored, and a block of rows in float32 four times."""
-    return disk.max_expert_bytes() + 4 * min(PACK_BYTES, 4 * config.hidden_size * config.moe_intermediate_size)
+    return disk.max_expert_bytes + 4 * min(PACK_BYTES, 4 * config.hidden_size * config.moe_intermediate_size)
 
 
 def make_plan(config, resident, disk, settings, context, tokenizer_bytes=0):

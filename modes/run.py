@@ -77,6 +77,8 @@ class Run:
             "tok_s": num_decoded / decode if num_decoded > 0 and decode > 0 else None,
             "forwards": c.forwards,
             "tokens_per_forward": c.tokens_per_forward if c.forwards else None,
+            "drafts_proposed": c.proposed,
+            "drafts_accepted": c.accepted,
             "hits": cache.hits,
             "misses": cache.misses,
             "hit_rate": cache.hit_rate,

@@ -83,11 +83,6 @@ def compute_reference(model: torch.nn.Module, prompt_ids: list[int], num_tokens:
     return reference | {"logprob_next": [round(value, 6) for value in logprobs.tolist()]}, min(margins)
 
 
-def reference_ids(folder: str | Path, prompt_ids: list[int], num_tokens: int) -> dict:
-    """prompt_ids, full_ids, tf_pred and logprob_next of a snapshot folder, as ref_glm.json holds them."""
-    return compute_reference(load_model(folder), prompt_ids, num_tokens)[0]
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("snapshot", type=Path, help="folder with config.json, the weights and tokenizer.json")

@@ -33,7 +33,7 @@ class CacheCounters:
 def slot_bytes(config, disk, layer, bits):
     """Bytes of one slot of a layer, whole pages: an expert as stored (bits 16), or packed at load."""
     if bits == 16:
-        size = disk.max_expert_bytes(layer)
+        size = disk.expert_bytes[layer]
     else:
         D, W = config.hidden_size, config.moe_intermediate_size
         size = 2 * packed_bytes(bits, W, D) + packed_bytes(bits, D, W)
@@ -51,7 +51,7 @@ class ExpertCache:
         size = max(PAGE, num_slots * sum(sizes.values()))
         self.arena = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self.bytes = torch.frombuffer(self.arena, dtype=torch.uint8)
-        self.staging = torch.empty(disk.max_expert_bytes(), dtype=torch.uint8) if bits < 16 else None
+        self.staging = torch.empty(disk.max_expert_bytes, dtype=torch.uint8) if bits < 16 else None
         # layer -> its free slots, each a (start, stop) of the arena
         self.free, at = {}, 0
         for layer, size in sizes.items():

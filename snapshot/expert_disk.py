@@ -48,6 +48,9 @@ class ExpertDisk:
     def __init__(self, config, family, index, reader):
         self.reader = reader
         self.places = {}
+        self.expert_bytes = dict.fromkeys(
+            config.sparse_layers, 0
+        )  # layer -> bytes that hold any expert of it as stored
         for layer in config.sparse_layers:
             fused = fused_entries(config, family, index, layer)
             for expert in range(config.num_experts):
@@ -57,12 +60,13 @@ class ExpertDisk:
                     table = family.expert_tensors(config, layer, expert)
                     entries = [index.find(*table[word]) for word in MATRICES]
                     parts = [(e.path, e.offset, e.num_bytes, e.dtype, e.shape) for e in entries]
-                self.places[layer, expert] = lay_out(parts)
+                place = self.places[layer, expert] = lay_out(parts)
+                self.expert_bytes[layer] = max(self.expert_bytes[layer], place.num_bytes)
 
-    def max_expert_bytes(self, layer=None):
-        """Bytes of a buffer that holds any expert of a layer (or of the model) as stored."""
-        sizes = (place.num_bytes for (at, _), place in self.places.items() if layer in (None, at))
-        return max(sizes, default=0)
+    @property
+    def max_expert_bytes(self):
+        """Bytes of a buffer that holds any expert of the model as stored."""
+        return max(self.expert_bytes.values(), default=0)
 
     def read(self, layer, expert, buffer):
         """Read one expert into `buffer` -> ExpertPlace, which says where its matrices now lie in it."""

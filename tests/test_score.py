@@ -48,6 +48,22 @@ def test_every_split_of_a_fixture_equals_its_log_probabilities(name, max_positio
         assert scores[i].greedy == (ref["teacher"]["argmax"][a - 1 : b - 1] == seq[a:b])
 
 
+@pytest.mark.parametrize("name", ORACLES)
+def test_every_token_of_a_fixture_to_1e_4(name, oracle_folder, load):
+    ref, _ = reference(name)
+    seq = ref["seq"]
+    requests = [Request(tuple(seq[:i]), (seq[i],)) for i in range(1, len(seq))]
+    scores = dict(score_requests(load(oracle_folder(name)).model, requests, 2048))
+    assert [scores[i].logprob for i in range(47)] == pytest.approx(ref["teacher"]["logprob_next"], abs=1e-4)
+
+
+def test_every_token_of_the_embedded_model_equals_transformers_to_1e_4(load):
+    full, following = TINY["full_ids"], TINY["logprob_next"]
+    requests = [Request(tuple(full[:i]), (full[i],)) for i in range(1, len(full))]
+    scores = dict(score_requests(load(EMBEDDED_SNAPSHOT).model, requests, 1024))
+    assert [scores[i].logprob for i in range(len(following))] == pytest.approx(following, abs=1e-4)
+
+
 def test_the_embedded_model_equals_transformers(score_lines):
     full, n = TINY["full_ids"], len(TINY["prompt_ids"])
     wrong = [*full[n : n + 4], (full[n + 4] + 1) % 2048]
