@@ -48,9 +48,8 @@ class ExpertDisk:
     def __init__(self, config, family, index, reader):
         self.reader = reader
         self.places = {}
-        self.expert_bytes = dict.fromkeys(
-            config.sparse_layers, 0
-        )  # layer -> bytes that hold any expert of it as stored
+        # layer -> bytes that hold any expert of it as stored
+        self.expert_bytes = dict.fromkeys(config.sparse_layers, 0)
         for layer in config.sparse_layers:
             fused = fused_entries(config, family, index, layer)
             for expert in range(config.num_experts):
