@@ -83,7 +83,7 @@ class Settings:
     prefill_chunk: int  # 0 = 1024, or less where the budget asks for it
     topk: int  # 0 = as many experts a token as config.json says
     topp: float  # 0 = all of them
-    dumb: bool  # the terminal cannot move its cursor
+    dumb: bool  # from TERM: the terminal cannot move its cursor
     cap: int
     expert_bits: int
     dense_bits: int
@@ -192,10 +192,8 @@ class EnvironReader:
 
 
 def read_whole(name, value, low, high):
-    try:
-        number = int(value)
-    except ValueError:
-        number = None
+    # int() alone would also take 1_0, blanks, or digits of other scripts.
+    number = int(value) if value.isascii() and value.isdigit() and len(value) <= 20 else None
     if number is None or not low <= number <= high:
         raise Refused(f"{name}={value!r}: expected a whole number from {low} to {high}")
     return number

@@ -91,7 +91,8 @@ def make_plan(config, resident, disk, settings, context, tokenizer_bytes=0):
     """ResidentTensors and ExpertDisk of an opened snapshot -> Plan; `context` in positions. Refused if it does not fit.
 
     settings.cap > 0 asks for exactly that many slots (at most one for each expert); 0 takes what the budget allows. A
-    prefill chunk that is not given is halved while it would take more than half of what is left.
+    prefill chunk that is not given is halved while the plan does not fit, or the chunk would take more than half of
+    what is left.
     """
     budget, source = find_budget(settings.ram_gb)
     num_slots = min(max(settings.cap, 1), config.num_experts)

@@ -24,6 +24,7 @@ def run_oracle(settings, opened):
     for token in spec_decode(model, kv, prompt, Sampler(), max_tokens, progress=prefill_progress, counters=counters):
         generated.append(token)
         run.on_token()
+    run.end()
     expected = full[len(prompt) :]
     num_equal = sum(a == b for a, b in zip(generated, expected, strict=True))
     print("reference:", *expected)

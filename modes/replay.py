@@ -34,6 +34,7 @@ def run_replay(settings, opened):
     for at in range(first, len(full) - 1):
         logits = step(model, [([full[at]], kv)])
         equal += int(torch.argmax(logits)) == full[at + 1]
+    run.end()
     num_tokens = len(full) - 1 - first
     prefill, decode = run.seconds()
     cache = model.experts.counters

@@ -23,11 +23,16 @@ class Run:
         self.num_prompt_ids = 0
         self.started = time.perf_counter()
         self.prefilled = None  # when decoding began
+        self.ended = None  # what comes after is reporting
         self.said = self.started  # when the last heartbeat was
 
     def prefill_done(self):
         """Everything before this was prefill, everything after it is decoding."""
         self.prefilled = time.perf_counter()
+
+    def end(self):
+        """The clocks stop: whatever is said of the run from here on is the same number."""
+        self.ended = time.perf_counter()
 
     def on_token(self):
         """Call for each token of spec_decode as it comes; every 16 tokens it says how things go. Into a text that is
@@ -46,8 +51,8 @@ class Run:
         say(f"\n{line}" if Terminal.is_shared else line)
 
     def seconds(self):
-        """-> (prefill, decode) up to now."""
-        now = time.perf_counter()
+        """-> (prefill, decode) up to the end, or up to now."""
+        now = self.ended or time.perf_counter()
         prefilled = self.prefilled or now
         return prefilled - self.started, now - prefilled
 

@@ -47,6 +47,7 @@ def run_score(settings, opened):
         if (now := time.perf_counter()) - said > PROGRESS_SECONDS or len(results) == len(requests):
             said = now
             say(progress_line(len(results), len(requests), now - run.started, loaded.model))
+    run.end()
     run.num_prompt_ids = counters.context_rows
     numbers = run.numbers(
         0,
@@ -92,6 +93,11 @@ def read_requests(settings, opened):
     return requests
 
 
+def is_whole(word):
+    """Digits and perhaps a minus; int() alone would also take 1_0, or digits of other scripts. No id has 20 of them."""
+    return word.isascii() and word.removeprefix("-").isdigit() and len(word) < 20
+
+
 class RequestReader:
     """Lines -> Requests. The tokenizer is needed for texts, and for the prefix of a family that has one."""
 
@@ -123,10 +129,10 @@ class RequestReader:
 
     def read_ids(self, line):
         """<ctxlen> <contlen> id id ..."""
-        try:
-            num_context, num_continuation, *ids = [int(word) for word in line.split()]
-        except ValueError:
-            raise ValueError("expected whole numbers: ctxlen contlen id id ...") from None
+        words = line.split()
+        if len(words) < 2 or not all(is_whole(word) for word in words):
+            raise ValueError("expected whole numbers: ctxlen contlen id id ...")
+        num_context, num_continuation, *ids = map(int, words)
         if num_context < 0 or num_continuation < 0:
             raise ValueError("ctxlen and contlen cannot be negative")
         if len(ids) != num_context + num_continuation:

@@ -22,6 +22,7 @@ def forward_all(settings, opened):
     run.num_prompt_ids = len(ids)
     kv = KvState(model.config, len(ids))
     predicted = step_logprobs(model, [(ids, kv)], expected, prefill_progress)[1].tolist()
+    run.end()
     seconds = run.seconds()[0]
     wrong = [i for i, (a, b) in enumerate(zip(predicted, expected, strict=True)) if a != b]
     for i in wrong[:MAX_LISTED]:

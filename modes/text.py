@@ -6,6 +6,7 @@ from engine.decode import spec_decode
 from engine.load import load_model
 from engine.sample import Sampler
 from engine.stream import TextStream
+from forward.finite import NonFinite
 from forward.kv_state import KvState
 from modes.console import prefill_progress, say
 from modes.run import Run, write_report
@@ -46,7 +47,11 @@ def run_text(settings, opened):
                 run.on_token()
     except KeyboardInterrupt as error:
         interrupted = error
+    except NonFinite:
+        write(stream.finish() + "\n")  # the text so far is whole, and the fault gets a line of its own
+        raise
     write(stream.finish() + "\n")
+    run.end()
     why = why_stopped(interrupted, counters, tokenizer, max_tokens, settings)
     say(f"[stop] {why}")
     numbers = run.numbers(counters.tokens - 1, stop=why, seed=settings.seed)

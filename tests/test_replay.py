@@ -33,6 +33,7 @@ def test_replay_prints_its_first_words_and_counts_the_decode_alone(run_colibri, 
     assert report["hits"] + report["misses"] == n * 4 * 4 and report["misses"] >= n * 4 * 3
     assert report["expert_bytes_read"] == report["misses"] * 3 * 64 * 192 * 2
     assert report["tok_s"] == pytest.approx(n / report["decode_s"], rel=1e-6)
+    assert f"| {report['tok_s']:.2f} tok/s |" in first  # what is printed is what is reported
 
 
 def test_replay_of_a_full_cache_reads_nothing_twice(run_colibri, tmp_path):

@@ -222,6 +222,9 @@ def test_bad_lines_are_named_before_anything_runs(load, tmp_path):
         "": "line 2: is blank",
         "hello world": "line 2: expected whole numbers",
         "3": "line 2: expected whole numbers",
+        "1 1 5 1_0": "line 2: expected whole numbers",
+        "1 1 5 \u0663": "line 2: expected whole numbers",
+        "1 1 5 " + "9" * 5000: "line 2: expected whole numbers",
         "2 1 5 6": r"line 2: has 2 ids, ctxlen \+ contlen is 3",
         "1 1 5 6 7": r"line 2: has 3 ids, ctxlen \+ contlen is 2",
         "-1 1 5": "line 2: ctxlen and contlen cannot be negative",
@@ -234,7 +237,7 @@ def test_bad_lines_are_named_before_anything_runs(load, tmp_path):
         '{"context": [1], "continuation": [true]}': "line 2: continuation must be a list",
     }
     for line, message in cases.items():
-        (tmp_path / "requests.txt").write_text(f"{good}\n{line}\n{good}\n")
+        (tmp_path / "requests.txt").write_text(f"{good}\n{line}\n{good}\n", encoding="utf-8")
         settings = Settings.read([], {"SCORE": str(tmp_path / "requests.txt"), "SNAP": str(EMBEDDED_SNAPSHOT)})
         with pytest.raises(Refused, match=message):
             read_requests(settings, loaded)

@@ -40,6 +40,9 @@ def test_bad_arguments(arguments, message):
     [
         ("NGEN", "0"),
         ("NGEN", "ten"),
+        ("NGEN", "1_0"),
+        ("NGEN", " 5"),
+        ("NGEN", "9" * 5000),
         ("CTX", "-1"),
         ("CTX", "1e3"),
         ("CHAT", "yes"),
