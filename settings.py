@@ -15,7 +15,7 @@ EMBEDDED_SNAPSHOT = Path(__file__).resolve().parent / "models" / "tiny"
 
 VARIABLES = (
     "SNAP SCORE PROMPT REF REPLAY TF REPORT NGEN CTX CHAT THINK PREFIX "
-    "TEMP NUCLEUS SEED RAM_GB PREFILL_CHUNK TOPK TOPP TERM"
+    "TEMP NUCLEUS SEED RAM_GB PREFILL_CHUNK TOPK TOPP EXACT TERM"
 ).split()
 
 # A mode of the C engine that is not there yet: to run another one instead would be worse than to refuse.
@@ -35,7 +35,8 @@ C_ENGINE = (
     ("CAP_RAISE", "renamed", "an explicit cap is exact, cap 0 takes what the budget allows"),
     ("CHAT_TEMPLATE", "renamed", "CHAT=1 turns the template on"),
     ("ABSORB", "ignored", "attention is absorbed for any number of rows"),
-    ("IDOT I4S I4_ACC512 I4_ACC512_TEST COLI_NO_FUSED_PAIR", "ignored", "activations are float32"),
+    ("IDOT", "renamed", "EXACT=1 keeps the activations of integer weights in float32"),
+    ("I4S I4_ACC512 I4_ACC512_TEST COLI_NO_FUSED_PAIR", "ignored", "a choice between kernels of the C engine"),
     ("DSA", "ignored", "the indexer runs when the snapshot has one"),
     ("DSA_TOPK DSA_FORCE", "ignored", "index_topk of config.json holds"),
     ("CACHE_ROUTE ROUTE_J ROUTE_M ROUTE_P ROUTE_ALPHA ROUTE_AGREE", "ignored", "the cache never changes a route"),
@@ -83,6 +84,7 @@ class Settings:
     prefill_chunk: int  # 0 = 1024, or less where the budget asks for it
     topk: int  # 0 = as many experts a token as config.json says
     topp: float  # 0 = all of them
+    exact: bool  # activations stay float32 where weights are integers
     dumb: bool  # from TERM: the terminal cannot move its cursor
     cap: int
     expert_bits: int
@@ -117,6 +119,7 @@ class Settings:
             prefill_chunk=read.whole("PREFILL_CHUNK", 0, 0, 1 << 20),
             topk=read.whole("TOPK", 0, 0, 65536),
             topp=read.number("TOPP", 0.0, 0.0, 1.0),
+            exact=read.flag("EXACT", False),
             dumb=read.path("TERM") in (None, "dumb"),
             cap=read_whole("cap", cap, 0, 1 << 20),
             expert_bits=read_bits("expert_bits", expert_bits),

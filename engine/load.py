@@ -5,6 +5,7 @@ from pathlib import Path
 
 from engine.plan import Plan, make_plan
 from forward.model import Model
+from kernels.packing import GROUP
 from snapshot.config import ModelConfig, read_config
 from snapshot.errors import Refused
 from snapshot.expert_cache import ExpertCache
@@ -59,7 +60,7 @@ def open_snapshot(settings):
     """Settings -> Opened. Raises Refused for a bad snapshot, and for one that does not fit."""
     folder = check_folder(settings)
     config, family = read_config(folder)
-    lossy = list_lossy(settings, config)
+    num_active = config.num_active_experts
     config = reduce_experts(settings, config)
     index = read_index(folder)
     reader = Reader()
@@ -68,7 +69,12 @@ def open_snapshot(settings):
     index.check_rest(family.layer_prefix(config.num_layers))
     context = settings.ctx or min(DEFAULT_CONTEXT, config.max_positions)
     plan = make_plan(config, resident, disk, settings, context, tokenizer_bytes(folder))
-    notices = (*(f"[lossy] {line}" for line in lossy), *list_notices(config, family, index, resident, plan))
+    lossy = list_lossy(settings, num_active, resident, disk)
+    notices = (
+        *(f"[lossy] {line}" for line in lossy),
+        *describe_formats(settings, resident, disk),
+        *list_notices(config, family, index, resident, plan),
+    )
     return Opened(folder, config, resident, disk, reader, plan, notices, lossy)
 
 
@@ -81,8 +87,8 @@ def tokenizer_bytes(folder):
 def load_model(settings, opened=None):
     """An opened snapshot (by default settings.snap) -> Loaded: read the resident weights, set up the expert cache."""
     opened = opened or open_snapshot(settings)
-    weights = opened.resident.load(opened.reader, settings.dense_bits)
-    experts = ExpertCache(opened.config, opened.disk, opened.plan.num_slots, settings.expert_bits)
+    weights = opened.resident.load(opened.reader, settings.dense_bits, settings.exact)
+    experts = ExpertCache(opened.config, opened.disk, opened.plan.num_slots, settings.expert_bits, settings.exact)
     return Loaded(**vars(opened), model=Model(opened.config, weights, experts, opened.plan.prefill_chunk))
 
 
@@ -92,18 +98,41 @@ def reduce_experts(settings, config):
     return replace(config, num_active_experts=num_active, expert_mass=settings.topp if settings.topp < 1 else 0.0)
 
 
-def list_lossy(settings, config):
-    """What the user asked for that changes answers, in words."""
+def list_lossy(settings, num_active, resident, disk):
+    """What the user asked for that changes answers, in words; `num_active` experts a token are the model's own."""
+    packs_dense = any(resident.packs(stored, settings.dense_bits) for stored in resident.matrices)
     lossy = [
-        f"{what} weights are quantised to {bits} bits at load, groups of 64 columns"
-        for what, bits in (("expert", settings.expert_bits), ("dense", settings.dense_bits))
-        if bits < 16
+        f"{what} weights are quantised to {bits} bits at load, groups of {GROUP} columns"
+        for what, bits, packs in (
+            ("expert", settings.expert_bits, disk.packs(settings.expert_bits)),
+            ("dense", settings.dense_bits, packs_dense),
+        )
+        if packs
     ]
-    if 0 < settings.topk < config.num_active_experts:
-        lossy.append(f"TOPK={settings.topk}: {settings.topk} of {config.num_active_experts} experts a token")
+    if 0 < settings.topk < num_active:
+        lossy.append(f"TOPK={settings.topk}: {settings.topk} of {num_active} experts a token")
     if 0 < settings.topp < 1:
         lossy.append(f"TOPP={settings.topp:g}: a token's weakest experts beyond that share of their scores are dropped")
     return tuple(lossy)
+
+
+def describe_formats(settings, resident, disk):
+    """In what formats the weights lie, and which arguments do nothing because of that."""
+    ends = {"embedding": resident.embed_name, "head": resident.head_name}
+    dense = dict.fromkeys(stored.format for stored in resident.matrices if stored.name not in ends.values())
+    parts = {"experts": disk.formats, "dense": dense}
+    parts |= {what: [resident.stored[name].format] for what, name in ends.items()}
+    words = " | ".join(f"{what} {', '.join(map(str, formats))}" for what, formats in parts.items() if formats)
+    if any(fmt.is_integer for formats in parts.values() for fmt in formats):
+        words += " | activations " + ("float32 (EXACT=1)" if settings.exact else f"8 bits in groups of {GROUP}")
+    yield f"[format] {words}"
+    for name, bits, formats in (
+        ("expert_bits", settings.expert_bits, disk.formats),
+        ("dense_bits", settings.dense_bits, dense),
+    ):
+        kept = [str(fmt) for fmt in formats if fmt.is_integer]
+        if bits < 16 and kept:
+            yield f"[format] {name} {bits} changes nothing where the weights are stored as {', '.join(kept)}"
 
 
 def list_notices(config, family, index, resident, plan):

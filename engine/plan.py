@@ -97,7 +97,7 @@ def make_plan(config, resident, disk, settings, context, tokenizer_bytes=0):
     budget, source = find_budget(settings.ram_gb)
     num_slots = min(max(settings.cap, 1), config.num_experts)
 
-    packing = packing_bytes(config, disk) if settings.expert_bits < 16 else 0
+    packing = packing_bytes(config, disk) if disk.packs(settings.expert_bits) else 0
 
     def plan_with(chunk, slots):
         return Plan(

@@ -1,33 +1,101 @@
-"""Weight formats: their ids, how their bytes are packed, and back. Knows arrays, not files or layers.
+"""Weight formats: their names, how their bytes are packed, and back. Knows arrays, not files or layers.
 
-A format stored as it is: BF16, F16, F32 (row-major [out, in]). A packed format has `bits` 8, 4 or 2 and one F32 scale
-for each group of 64 columns of a row; value = q * scale, with
+docs/formats.md describes each format byte by byte. A matrix [out, in] is row-major; value = code * scale, with
 
-    q8  one signed byte
-    q4  two to a byte, even column in the low nibble, stored q + 8
-    q2  four to a byte, lowest bits first, stored q + 2
+    f32 f16 bf16   the values themselves
+    fp8-b128       float8 e4m3, a scale for each block of 128 x 128; blocks at the edges may be partial
+    int8           one signed byte
+    int4           two to a byte, even column in the low nibble, stored code + 8
+    int2           four to a byte, lowest bits first, stored code + 2
+    int3-g64       64 columns in 24 bytes: 16 with the low two bits, 8 with the high bit, stored code + 4
 
-scale = max(max|w| / qmax, 1e-8), qmax = 2^(bits-1) - 1, q = round half to even(w / scale) clipped to [-qmax-1, qmax]:
-the formula of the C engine, for each group instead of each row.
+An integer format has one scale for a row ("int4-row") or for each group of columns of it ("int4-g64").
 """
 
 from dataclasses import dataclass
 
 import torch
 
-GROUP = 64
+BLOCK = 128  # rows and columns of an fp8 block
+GROUP = 64  # columns of a group, unless a snapshot says otherwise
+GROUPS = (16, 32, 48, 64, 96, 128, 192, 256)
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
-PACK_BYTES = 16 << 20  # float32 rows that are packed at once; packing takes about four times that for a moment
+PACK_BYTES = 16 << 20  # float32 rows that are read and packed at once
+CACHE_BYTES = 1 << 20  # of them, what the arithmetic works on at once: a few copies of it stay in the processor's cache
+MIN_SCALE = {torch.float32: 1e-8, torch.float16: 2.0**-24}  # of F16 the smallest number above zero
+FP8_MAX = 448.0
+# How scales are searched (best_scales): where the furthest value of a group falls, as a share of the far end. Above 1
+# it is clipped and the others get finer steps. QUICK is for weights that are packed as they are read.
+SEARCH = (0.9, 1.0, 1.1, 1.2)
+QUICK = (1.0,)
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """One way a matrix lies in bytes."""
+
+    name: str
+    bits: int  # of a code
+    group: int = 0  # columns that share a scale; 0 = all of a row
+    dtype: torch.dtype | None = None  # of a float format
+
+    @property
+    def is_integer(self):
+        return self.dtype is None
+
+    @property
+    def has_scales(self):
+        return self.is_integer or self is FP8
+
+    def row_bytes(self, columns):
+        """Bytes of one row, without its scales."""
+        if self.bits == 3:
+            return 24 * -(-columns // 64)
+        return -(-columns * self.bits // 8)
+
+    def scale_shape(self, rows, columns):
+        """[rows, groups], or [row blocks, column blocks]."""
+        if self is FP8:
+            return -(-rows // BLOCK), -(-columns // BLOCK)
+        return rows, -(-columns // self.group) if self.group else 1
+
+    def num_bytes(self, rows, columns, scale_bytes=4):
+        """Bytes of a matrix with its scales, of `scale_bytes` bytes each."""
+        scales = scale_bytes * torch.Size(self.scale_shape(rows, columns)).numel() if self.has_scales else 0
+        return rows * self.row_bytes(columns) + scales
+
+    def __str__(self):
+        return self.name
+
+
+FLOATS = {stored: Format(stored.lower(), 8 * dtype.itemsize, dtype=dtype) for stored, dtype in DTYPES.items()}
+FP8 = Format("fp8-b128", 8, BLOCK, torch.float8_e4m3fn)
+INTEGERS = (
+    *(Format(f"int{bits}-row", bits) for bits in (8, 4, 2)),
+    *(Format(f"int{bits}-g{group}", bits, group) for bits in (8, 4, 2) for group in GROUPS),
+    Format("int3-g64", 3, 64),
+)
+FORMATS = {fmt.name: fmt for fmt in (*FLOATS.values(), FP8, *INTEGERS)}
+
+
+def grouped(bits):
+    """The format that packing to 8, 4, 3 or 2 bits gives."""
+    return FORMATS[f"int{bits}-g{GROUP}"]
 
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A matrix [out, in] as it lies in memory: `data` in a float dtype, or packed bytes with `scales`."""
+    """A matrix [out, in] as it lies in memory.
 
-    data: torch.Tensor  # [out, in] float, or [out, row bytes] int8 / uint8
+    `exact` keeps the activations it is multiplied with in float32; without it an integer format rounds them
+    (kernels/reference.round_activations).
+    """
+
+    data: torch.Tensor  # [out, in] of a float dtype, or [out, row bytes] uint8
     columns: int
-    bits: int = 16  # 16 means as stored
-    scales: torch.Tensor | None = None  # [out, groups] float32 when packed
+    format: Format
+    scales: torch.Tensor | None = None  # format.scale_shape, float32 or float16
+    exact: bool = False
 
     @property
     def rows(self):
@@ -35,87 +103,221 @@ class Weight:
 
     @property
     def num_bytes(self):
-        scales = 0 if self.scales is None else self.scales.numel() * 4
+        scales = 0 if self.scales is None else self.scales.numel() * self.scales.element_size()
         return self.data.numel() * self.data.element_size() + scales
 
     def widen(self, start=0, stop=None):
-        """Rows start..stop as float32 [rows, columns]."""
+        """Rows start .. stop as float32 [rows, columns]."""
         data = self.data[start:stop]
-        if self.bits == 16:
+        if not self.format.has_scales:
             return data.float()
-        return unpack(data, self.scales[start:stop], self.bits, self.columns)
+        if self.format is FP8:
+            return unpack_blocks(data, self.scales, start)
+        return unpack(data, self.scales[start:stop], self.format, self.columns)
+
+    def take(self, rows):
+        """Some rows, by index [T], as float32 [T, columns]."""
+        if self.format is FP8:
+            return torch.cat([self.widen(row, row + 1) for row in rows.tolist()])
+        if not self.format.has_scales:
+            return self.data[rows].float()
+        return unpack(self.data[rows], self.scales[rows], self.format, self.columns)
 
 
-def row_bytes(bits, columns):
-    """Bytes of one packed row, without its scales."""
-    return -(-columns * bits // 8)
+def view_weight(buffer, fmt, rows, columns, data_at, scales_at=None, scale_dtype=torch.float32, exact=False):
+    """A Weight over a uint8 buffer whose data and scales begin at the given bytes. Nothing is read or written."""
+    data = buffer[data_at : data_at + rows * fmt.row_bytes(columns)]
+    if fmt.dtype:
+        data = data.view(fmt.dtype)
+    scales = None
+    if fmt.has_scales:
+        shape = torch.Size(fmt.scale_shape(rows, columns))
+        scales = buffer[scales_at : scales_at + shape.numel() * scale_dtype.itemsize].view(scale_dtype).view(shape)
+    return Weight(data.view(rows, -1), columns, fmt, scales, exact)
 
 
-def num_groups(columns):
-    return -(-columns // GROUP)
+# ---------------------------------------------------------------------------------------------------------------------
+# Packing
 
 
-def packed_bytes(bits, rows, columns):
-    """Bytes of a packed matrix with its scales, a multiple of 4."""
-    return -(-rows * (row_bytes(bits, columns) + 4 * num_groups(columns)) // 4) * 4
+def packed_bytes(fmt, rows, columns):
+    """Bytes of a matrix packed in memory, with its float32 scales: a multiple of 4."""
+    return -(-fmt.num_bytes(rows, columns) // 4) * 4
 
 
-def packed_view(buffer, bits, rows, columns):
-    """A packed Weight over the first packed_bytes of a uint8 buffer: scales, then data. Nothing is written yet."""
-    scale_bytes, data_bytes = rows * num_groups(columns) * 4, rows * row_bytes(bits, columns)
-    scales = buffer[:scale_bytes].view(torch.float32).view(rows, -1)
-    data = buffer[scale_bytes : scale_bytes + data_bytes].view(torch.int8 if bits == 8 else torch.uint8)
-    return Weight(data.view(rows, -1), columns, bits, scales)
+def packed_view(buffer, fmt, rows, columns, exact=False):
+    """A Weight over the first packed_bytes of a uint8 buffer: scales, then data. Nothing is written yet."""
+    scale_bytes = 4 * torch.Size(fmt.scale_shape(rows, columns)).numel()
+    return view_weight(buffer, fmt, rows, columns, scale_bytes, 0, exact=exact)
 
 
-def empty_packed(bits, rows, columns):
+def empty_packed(fmt, rows, columns, exact=False):
     """A packed Weight in memory of its own, not written yet."""
-    return packed_view(torch.empty(packed_bytes(bits, rows, columns), dtype=torch.uint8), bits, rows, columns)
+    buffer = torch.empty(packed_bytes(fmt, rows, columns), dtype=torch.uint8)
+    return packed_view(buffer, fmt, rows, columns, exact)
 
 
-def pack(matrix, bits):
-    """float [out, in] -> Weight in `bits` bits."""
-    weight = empty_packed(bits, *matrix.shape)
+def pack(matrix, fmt):
+    """float [out, in] -> Weight in an integer format."""
+    weight = empty_packed(fmt, *matrix.shape)
     pack_rows(weight, 0, matrix)
     return weight
 
 
 def row_blocks(rows, columns):
-    """(start, stop) of the rows that are packed at once."""
-    step = max(1, PACK_BYTES // (4 * columns))
+    """(start, stop) of the rows that are packed at once: whole blocks of fp8."""
+    step = max(1, PACK_BYTES // (4 * columns * BLOCK)) * BLOCK
     return [(start, min(start + step, rows)) for start in range(0, rows, step)]
 
 
 def pack_rows(weight, start, matrix):
-    """Quantise float rows [n, in] into rows start .. start + n of a packed Weight; a last group may be shorter."""
+    """Quantise float rows [n, in] into rows start .. start + n of a Weight in an integer format."""
+    stop = start + len(matrix)
+    weight.data[start:stop], weight.scales[start:stop] = quantise(matrix, weight.format)
+
+
+def quantise(matrix, fmt, scale_dtype=torch.float32, steps=QUICK):
+    """float [out, in] -> (data uint8 [out, row bytes], scales [out, groups]) in an integer format.
+
+    code = round half to even(w / scale), clipped; the scale is that of best_scales(steps). With 8 bits, or without
+    steps, it is the formula of the C engine: max(max|w| / qmax, 1e-8), qmax = 2^(bits-1) - 1. A last group may be
+    shorter.
+    """
     rows, columns = matrix.shape
-    bits, qmax, groups = weight.bits, 2 ** (weight.bits - 1) - 1, num_groups(columns)
-    padded = torch.zeros(rows, groups * GROUP)
-    padded[:, :columns] = matrix
-    padded = padded.view(rows, groups, GROUP)
-    scales = (padded.abs().amax(-1) / qmax).clamp_min(1e-8)
-    q = (padded / scales[..., None]).round_().clamp_(-qmax - 1, qmax).view(rows, -1)[:, :columns].to(torch.int8)
-    weight.scales[start : start + rows] = scales
-    if bits == 8:
-        weight.data[start : start + rows] = q
-        return
-    per_byte = 8 // bits
-    width = row_bytes(bits, columns) * per_byte
-    codes = torch.full((rows, width), 2 ** (bits - 1), dtype=torch.uint8)  # the padding decodes to zero
-    codes[:, :columns] += q.view(torch.uint8)  # modulo 256, so a negative q comes out right
-    codes = codes.view(rows, -1, per_byte)
-    packed = codes[..., 0]
-    for i in range(1, per_byte):
-        packed = packed | codes[..., i] << (bits * i)
-    weight.data[start : start + rows] = packed
+    data = torch.empty(rows, fmt.row_bytes(columns), dtype=torch.uint8)
+    scales = torch.empty(fmt.scale_shape(rows, columns), dtype=scale_dtype)
+    group, groups = fmt.group or columns, scales.shape[1]
+    high = 2 ** (fmt.bits - 1) - 1
+    step = max(1, CACHE_BYTES // (4 * columns))
+    for start in range(0, rows, step):
+        part = matrix[start : start + step]
+        padded = torch.zeros(len(part), groups * group)
+        padded[:, :columns] = part
+        padded = padded.view(len(part), groups, group)
+        if steps and fmt.bits < 8:
+            chosen = best_scales(padded, high, scale_dtype, steps)
+        else:
+            chosen = at_least(padded.abs().amax(-1, keepdim=True) / high, scale_dtype)
+        codes = encode(padded, chosen, high).view(len(part), -1)[:, :columns]
+        data[start : start + step] = pack_codes(codes.to(torch.int8), fmt)
+        scales[start : start + step] = chosen[..., 0]
+    return data, scales
 
 
-def unpack(data, scales, bits, columns):
-    """Packed rows -> float32 [rows, columns]."""
-    if bits == 8:
-        q = data
+def encode(values, scales, high):
+    """values [..., group], scales [..., 1] -> codes as floats, round half to even, clipped to [-high - 1, high]."""
+    return (values / scales.float()).round_().clamp_(-high - 1, high)
+
+
+def at_least(scales, dtype):
+    """Scales [..., 1] in the given dtype, none closer to zero than the smallest it can hold."""
+    least = MIN_SCALE[dtype]
+    return torch.where(scales.abs() < least, least, scales).to(dtype)
+
+
+def best_scales(groups, high, dtype, steps):
+    """groups [..., group] -> scales [..., 1], chosen to lower the squared error of each group.
+
+    Codes reach one further down than up, so the value that is furthest from zero goes to the far end, whatever its
+    sign: scales may be negative. Of the scales that put it there, or a `step` further, the best is taken, and then
+    moved to where the error is least for the codes it gave (least squares: sum of w * code / sum of code^2).
+    """
+    extreme = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
+    best, least = None, None
+    for step in steps:
+        scales = at_least(extreme / (-(high + 1) * step), torch.float32)
+        codes = encode(groups, scales, high)
+        error = torch.addcmul(groups, codes, scales, value=-1).square_().sum(-1, keepdim=True)
+        if best is None:
+            best, least = scales, error
+        else:
+            better = error < least
+            best, least = torch.where(better, scales, best), torch.where(better, error, least)
+    codes = encode(groups, best, high)
+    weight = codes.square().sum(-1, keepdim=True)
+    fitted = (groups * codes).sum(-1, keepdim=True) / weight.clamp_min(1e-30)
+    return at_least(torch.where(weight > 0, fitted, best), dtype)
+
+
+def pack_codes(codes, fmt):
+    """int8 codes [rows, columns] -> uint8 [rows, row bytes]. What pads a row decodes to zero."""
+    rows, columns = codes.shape
+    if fmt.bits == 8:
+        return codes.contiguous().view(torch.uint8)
+    if fmt.bits == 3:
+        padded = torch.full((rows, -(-columns // 64) * 64), 4, dtype=torch.uint8)
+        padded[:, :columns] += codes.view(torch.uint8)  # modulo 256, so a negative code comes out right
+        padded = padded.view(rows, -1, 64)
+        return torch.cat([pack_bits(padded & 3, 2), pack_bits(padded >> 2, 1)], dim=-1).view(rows, -1)
+    per_byte = 8 // fmt.bits
+    padded = torch.full((rows, -(-columns // per_byte) * per_byte), 2 ** (fmt.bits - 1), dtype=torch.uint8)
+    padded[:, :columns] += codes.view(torch.uint8)
+    return pack_bits(padded, fmt.bits)
+
+
+def pack_bits(values, bits):
+    """uint8 [..., n] of so many bits each -> [..., n * bits / 8], the first value in the lowest bits."""
+    parts = values.unflatten(-1, (-1, 8 // bits))
+    packed = parts[..., 0].clone()
+    for i in range(1, 8 // bits):
+        packed |= parts[..., i] << (bits * i)
+    return packed
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Unpacking
+
+
+def unpack(data, scales, fmt, columns):
+    """Packed rows and their scales -> float32 [rows, columns]."""
+    values = unpack_codes(data, fmt)[:, :columns]
+    group, scales = fmt.group or columns, scales.float()
+    whole = columns // group
+    values[:, : whole * group].unflatten(1, (whole, group)).mul_(scales[:, :whole, None])
+    if whole * group < columns:
+        values[:, whole * group :] *= scales[:, -1:]
+    return values
+
+
+def unpack_codes(data, fmt):
+    """uint8 [rows, row bytes] -> codes as float32 [rows, columns and padding]."""
+    rows = len(data)
+    if fmt.bits == 8:
+        return data.view(torch.int8).float()
+    codes = torch.empty(rows, data.shape[1] * 8 // fmt.bits)
+    if fmt.bits == 3:
+        low, high = data.view(rows, -1, 24).split([16, 8], dim=-1)
+        unpack_bits(low, 2, codes.view(rows, -1, 16, 4))
+        bits = torch.empty(rows, high.shape[1], 8, 8)
+        unpack_bits(high, 1, bits)
+        codes.add_(bits.view(rows, -1), alpha=4)
     else:
-        shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
-        codes = (data[..., None] >> shifts) & (2**bits - 1)
-        q = codes.flatten(1)[:, :columns].to(torch.int8) - 2 ** (bits - 1)
-    return q.float() * scales.repeat_interleave(GROUP, dim=1)[:, :columns]
+        unpack_bits(data, fmt.bits, codes.view(rows, -1, 8 // fmt.bits))
+    return codes.sub_(2 ** (fmt.bits - 1))
+
+
+def unpack_bits(data, bits, out):
+    """uint8 [..., n] into float32 `out` [..., n, 8 / bits], the lowest bits first."""
+    for i in range(8 // bits):
+        out[..., i] = data >> (bits * i) & (2**bits - 1)
+
+
+def unpack_blocks(data, scales, first=0):
+    """fp8 rows `first` .. of a matrix, [rows, columns] -> float32; scales [row blocks, column blocks] of all of it."""
+    values = data.float()
+    rows = scales[torch.arange(first, first + len(data)) // BLOCK].float()
+    for at in range(0, values.shape[1], BLOCK):
+        values[:, at : at + BLOCK] *= rows[:, at // BLOCK, None]
+    return values
+
+
+def quantise_blocks(matrix):
+    """float [out, in] -> (fp8 [out, in], float32 scales of the blocks); the largest value of a block becomes 448."""
+    rows, columns = matrix.shape
+    down, across = FP8.scale_shape(rows, columns)
+    padded = torch.zeros(down * BLOCK, across * BLOCK)
+    padded[:rows, :columns] = matrix
+    blocks = padded.view(down, BLOCK, across, BLOCK)
+    scales = (blocks.abs().amax((1, 3)) / FP8_MAX).clamp_min(1e-8)
+    blocks = (blocks / scales[:, None, :, None]).clamp_(-FP8_MAX, FP8_MAX)
+    return blocks.view(padded.shape)[:rows, :columns].to(torch.float8_e4m3fn), scales

@@ -8,13 +8,17 @@ T rows, S key positions, D columns, H heads, K chosen positions or experts, L la
 import torch
 import torch.nn.functional as F
 
+from kernels.packing import GROUP
+
 # A matrix is widened to float32 a block of rows at a time: the output head of a large model costs no second copy. Small
 # blocks are also faster, for they stay in the cache and malloc does not map each of them anew.
 WIDEN_BYTES = 4 << 20
 
 
 def linear(x, weight, bias=None):
-    """x [T, in] times a Weight [out, in] -> float32 [T, out]."""
+    """x [T, in] times a Weight [out, in] -> float32 [T, out]. An integer weight has x rounded first, unless exact."""
+    if weight.format.is_integer and not weight.exact:
+        x = round_activations(x)
     step = max(1, WIDEN_BYTES // (4 * weight.columns))
     if weight.rows <= step:
         return F.linear(x, weight.widen(), bias)
@@ -22,6 +26,19 @@ def linear(x, weight, bias=None):
     for start in range(0, weight.rows, step):
         out[:, start : start + step] = F.linear(x, weight.widen(start, start + step))
     return out if bias is None else out + bias
+
+
+def round_activations(x):
+    """x [..., D] rounded to 8 bits in groups of 64 columns, as float32: what an integer kernel multiplies with.
+
+    scale = max|x| / 127 of the group, code = round half to even(x / scale). Products of codes are whole numbers, so a
+    kernel may add them in any order. A last group may be shorter.
+    """
+    width = x.shape[-1]
+    groups = F.pad(x, (0, -width % GROUP)).unflatten(-1, (-1, GROUP))
+    scales = groups.abs().amax(-1, keepdim=True) / 127
+    codes = (groups / scales.where(scales > 0, 1.0)).round_()
+    return codes.mul_(scales).flatten(-2)[..., :width]
 
 
 def rms_norm(x, weight, eps):

@@ -172,8 +172,7 @@ def read_config(folder):
     model_type = fields.get("model_type")
     if model_type not in known:
         fields.refuse("model_type", f"is {show(model_type)}, this engine knows {', '.join(known)}")
-    if fields.get("quantization_config", None) is not None:
-        fields.refuse("quantization_config", "is set; this version reads BF16, F16 and F32 weights only")
+    check_quantization(fields)
     family = importlib.import_module(f"snapshot.families.{model_type}")
     config = family.read_config(fields)
     generation = folder / "generation_config.json"
@@ -181,6 +180,20 @@ def read_config(folder):
         stop_ids = Fields(read_json(generation), generation).ids("eos_token_id", config.vocab_size)
         config = add_stop_ids(config, stop_ids)
     return config, family
+
+
+def check_quantization(fields):
+    """quantization_config of FP8 checkpoints is read past: a container made of one keeps it. Others are refused."""
+    raw = fields.get("quantization_config", None)
+    if raw is None:
+        return
+    if not isinstance(raw, dict):
+        fields.refuse("quantization_config", "must be an object")
+    if raw.get("quant_method") != "fp8":
+        fields.refuse("quantization_config.quant_method", f"is {show(raw.get('quant_method'))}, this engine reads fp8")
+    for key, known in (("fmt", "e4m3"), ("weight_block_size", [128, 128])):
+        if raw.get(key, known) != known:
+            fields.refuse(f"quantization_config.{key}", f"is {show(raw[key])}, this engine reads {known}")
 
 
 def add_stop_ids(config, stop_ids):

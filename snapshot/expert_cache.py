@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.packing import DTYPES, Weight, pack_rows, packed_bytes, packed_view, row_blocks
+from kernels.packing import grouped, pack_rows, packed_bytes, packed_view, row_blocks, view_weight
 from snapshot.expert_disk import PAGE
 
 
@@ -31,20 +31,20 @@ class CacheCounters:
 
 
 def slot_bytes(config, disk, layer, bits):
-    """Bytes of one slot of a layer, whole pages: an expert as stored (bits 16), or packed at load."""
-    if bits == 16:
-        size = disk.expert_bytes[layer]
-    else:
-        D, W = config.hidden_size, config.moe_intermediate_size
-        size = 2 * packed_bytes(bits, W, D) + packed_bytes(bits, D, W)
+    """Bytes of one slot of a layer, whole pages: its experts as stored, or those in float formats packed at load."""
+    places = [disk.places[layer, expert] for expert in range(config.num_experts)]
+    size = max((place.num_bytes for place in places if bits == 16 or place.is_packed), default=0)
+    if bits < 16 and not all(place.is_packed for place in places):
+        D, W, fmt = config.hidden_size, config.moe_intermediate_size, grouped(bits)
+        size = max(size, 2 * packed_bytes(fmt, W, D) + packed_bytes(fmt, D, W))
     return -(-size // PAGE) * PAGE
 
 
 class ExpertCache:
     """`num_slots` slots for each sparse layer. One thread uses it."""
 
-    def __init__(self, config, disk, num_slots, bits=16):
-        self.disk, self.num_slots, self.bits = disk, num_slots, bits
+    def __init__(self, config, disk, num_slots, bits=16, exact=False):
+        self.disk, self.num_slots, self.bits, self.exact = disk, num_slots, bits, exact
         layers = config.sparse_layers
         sizes = {layer: slot_bytes(config, disk, layer, bits) for layer in layers}
         # Page-aligned, and pages cost memory only once they are written.
@@ -98,12 +98,13 @@ class ExpertCache:
     def load(self, layer, expert, slot):
         """Read one expert into a slot -> its (gate, up, down) as Weights over the arena."""
         region = self.bytes[slice(*slot)]
+        place = self.disk.places[layer, expert]
         try:
-            if self.bits == 16:
-                place = self.disk.read(layer, expert, memoryview(region.numpy()))
-                matrices = tuple(as_weight(region, piece) for piece in place.pieces)
+            if self.bits == 16 or place.is_packed:
+                self.disk.read(layer, expert, memoryview(region.numpy()))
+                matrices = tuple(as_weight(region, piece, self.exact) for piece in place.pieces)
             else:
-                place = self.disk.read(layer, expert, memoryview(self.staging.numpy()))
+                self.disk.read(layer, expert, memoryview(self.staging.numpy()))
                 matrices = self.pack_into(region, [as_weight(self.staging, piece) for piece in place.pieces])
         except BaseException:
             self.free[layer].append(slot)  # a failed read costs no slot
@@ -113,17 +114,16 @@ class ExpertCache:
 
     def pack_into(self, region, stored):
         """Pack three matrices one after the other into a slot."""
-        matrices, at = [], 0
+        matrices, at, fmt = [], 0, grouped(self.bits)
         for weight in stored:
-            matrices.append(packed_view(region[at:], self.bits, weight.rows, weight.columns))
+            matrices.append(packed_view(region[at:], fmt, weight.rows, weight.columns, self.exact))
             for start, stop in row_blocks(weight.rows, weight.columns):
                 pack_rows(matrices[-1], start, weight.widen(start, stop))
-            at += packed_bytes(self.bits, weight.rows, weight.columns)
+            at += packed_bytes(fmt, weight.rows, weight.columns)
         return tuple(matrices)
 
 
-def as_weight(buffer, piece):
+def as_weight(buffer, piece, exact=False):
     """A matrix as stored, seen in the buffer it was read into."""
-    rows, columns = piece.shape
-    size = rows * columns * DTYPES[piece.dtype].itemsize
-    return Weight(buffer[piece.at : piece.at + size].view(DTYPES[piece.dtype]).view(rows, columns), columns)
+    p = piece
+    return view_weight(buffer, p.format, p.rows, p.columns, p.at, p.scales_at, p.scale_dtype, exact)

@@ -1,14 +1,17 @@
 """Step 1 of an expert's way: (layer, expert) -> where its bytes lie, and reading them. No policy, no memory of its own.
 
-Runs that touch in a file are read at once: in published files the three matrices of an expert lie together, so an
-expert is one read. A fused layer (all experts in two 3-D tensors) costs two.
+Runs that touch in a file are read at once: in published files the three matrices of an expert lie together, and in
+our containers their scales do too, so an expert is one read. A fused layer (all experts in two 3-D tensors) costs two.
 """
 
 from dataclasses import dataclass
 from pathlib import Path
 
-from kernels.packing import DTYPES
+import torch
+
+from kernels.packing import DTYPES, FLOATS, Format
 from snapshot.errors import Refused
+from snapshot.formats import StoredWeight, find_weight, slice_of
 
 PAGE = 4096
 MATRICES = ("gate", "up", "down")
@@ -26,11 +29,14 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One matrix in the buffer an expert was read into."""
+    """One matrix in the buffer an expert was read into: where its data and its scales, if any, begin."""
 
+    format: Format
+    rows: int
+    columns: int
     at: int
-    dtype: str
-    shape: tuple[int, int]
+    scales_at: int | None
+    scale_dtype: torch.dtype | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,26 +47,40 @@ class ExpertPlace:
     pieces: tuple[Piece, ...]
     num_bytes: int
 
+    @property
+    def is_packed(self):
+        """Whether a matrix is stored in an integer format: then the expert is kept as stored, whatever is asked."""
+        return any(piece.format.is_integer for piece in self.pieces)
+
 
 class ExpertDisk:
-    """The routed experts of a snapshot, all checked when it is opened."""
+    """The routed experts of a snapshot, all checked when it is opened; by default those of its sparse layers."""
 
-    def __init__(self, config, family, index, reader):
+    def __init__(self, config, family, index, reader, layers=None):
         self.reader = reader
         self.places = {}
+        layers = config.sparse_layers if layers is None else layers
         # layer -> bytes that hold any expert of it as stored
-        self.expert_bytes = dict.fromkeys(config.sparse_layers, 0)
-        for layer in config.sparse_layers:
+        self.expert_bytes = dict.fromkeys(layers, 0)
+        for layer in layers:
             fused = fused_entries(config, family, index, layer)
             for expert in range(config.num_experts):
                 if fused:
-                    parts = fused_parts(fused, expert, config.moe_intermediate_size)
+                    matrices = fused_parts(fused, expert, config.moe_intermediate_size)
                 else:
                     table = family.expert_tensors(config, layer, expert)
-                    entries = [index.find(*table[word]) for word in MATRICES]
-                    parts = [(e.path, e.offset, e.num_bytes, e.dtype, e.shape) for e in entries]
-                place = self.places[layer, expert] = lay_out(parts)
+                    matrices = [find_weight(index, *table[word]) for word in MATRICES]
+                place = self.places[layer, expert] = lay_out(matrices)
                 self.expert_bytes[layer] = max(self.expert_bytes[layer], place.num_bytes)
+
+    def packs(self, bits):
+        """Whether any expert is packed at load when `bits` are asked for."""
+        return bits < 16 and not all(place.is_packed for place in self.places.values())
+
+    @property
+    def formats(self):
+        """The formats of the routed experts, each once, in the order in which they come."""
+        return tuple(dict.fromkeys(piece.format for place in self.places.values() for piece in place.pieces))
 
     @property
     def max_expert_bytes(self):
@@ -68,12 +88,10 @@ class ExpertDisk:
         return max(self.expert_bytes.values(), default=0)
 
     def read(self, layer, expert, buffer):
-        """Read one expert into `buffer` -> ExpertPlace, which says where its matrices now lie in it."""
-        place = self.places[layer, expert]
-        for run in place.runs:
+        """Read one expert into `buffer`, laid out as its place says."""
+        for run in self.places[layer, expert].runs:
             part = buffer[run.at : run.at + run.num_bytes]
             self.reader.read_into(run.path, run.offset, part, f"expert {expert} of layer {layer}")
-        return place
 
 
 def fused_entries(config, family, index, layer):
@@ -89,31 +107,42 @@ def fused_entries(config, family, index, layer):
 
 
 def fused_parts(fused, expert, width):
-    """Gate rows, then up rows, of one slice; the down matrix of another."""
+    """Gate rows, then up rows, of one slice; the down matrix of another -> StoredWeights gate, up, down."""
     gate_up, down = fused["gate_up"], fused["down"]
     hidden = gate_up.shape[2]
-    half = width * hidden * gate_up.item_bytes
-    start = gate_up.offset + 2 * half * expert
-    down_bytes = hidden * width * down.item_bytes
+    half, down_bytes = width * hidden * gate_up.item_bytes, hidden * width * down.item_bytes
+    start = 2 * half * expert
+    gate, up, down_part = (
+        slice_of(gate_up, start, half),
+        slice_of(gate_up, start + half, half),
+        slice_of(down, down_bytes * expert, down_bytes),
+    )
     return [
-        (gate_up.path, start, half, gate_up.dtype, (width, hidden)),
-        (gate_up.path, start + half, half, gate_up.dtype, (width, hidden)),
-        (down.path, down.offset + down_bytes * expert, down_bytes, down.dtype, (hidden, width)),
+        StoredWeight(gate_up.name, FLOATS[gate_up.dtype], width, hidden, gate),
+        StoredWeight(gate_up.name, FLOATS[gate_up.dtype], width, hidden, up),
+        StoredWeight(down.name, FLOATS[down.dtype], hidden, width, down_part),
     ]
 
 
-def lay_out(parts):
-    """Matrices (path, offset, bytes, dtype, shape) -> ExpertPlace: buffer order is file order, touching runs merge."""
-    runs, pieces, end = [], [None] * len(parts), 0
-    for i in sorted(range(len(parts)), key=lambda i: (str(parts[i][0]), parts[i][1])):
-        path, offset, num_bytes, dtype, shape = parts[i]
+def lay_out(matrices):
+    """StoredWeights -> ExpertPlace: buffer order is file order, runs that touch merge."""
+    entries = [entry for stored in matrices for entry in stored.entries]
+    runs, at, end = [], {}, 0
+    for entry in sorted(entries, key=lambda entry: (str(entry.path), entry.offset)):
         last = runs[-1] if runs else None
-        touches = last and last.path == path and last.offset + last.num_bytes == offset
-        if touches and end % DTYPES[dtype].itemsize == 0:
-            runs[-1] = Run(path, last.offset, last.num_bytes + num_bytes, last.at)
+        touches = last and last.path == entry.path and last.offset + last.num_bytes == entry.offset
+        if touches and end % entry.item_bytes == 0:
+            runs[-1] = Run(last.path, last.offset, last.num_bytes + entry.num_bytes, last.at)
         else:
             end = -(-end // PAGE) * PAGE
-            runs.append(Run(path, offset, num_bytes, end))
-        pieces[i] = Piece(end, dtype, tuple(shape))
-        end += num_bytes
-    return ExpertPlace(tuple(runs), tuple(pieces), end)
+            runs.append(Run(entry.path, entry.offset, entry.num_bytes, end))
+        at[entry.path, entry.offset] = end
+        end += entry.num_bytes
+
+    def piece_of(stored):
+        data, scales = stored.data, stored.scales
+        scales_at = scales and at[scales.path, scales.offset]
+        scale_dtype = scales and DTYPES[scales.dtype]
+        return Piece(stored.format, stored.rows, stored.columns, at[data.path, data.offset], scales_at, scale_dtype)
+
+    return ExpertPlace(tuple(runs), tuple(map(piece_of, matrices)), end)

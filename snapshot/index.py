@@ -18,6 +18,8 @@ INDEX_FILE = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library itself
 MAX_DIMENSIONS = 64  # what torch can hold; it also bounds the work of multiplying them
 MAX_COUNT = (1 << 63) - 1
+ITEM_BYTES = {name: dtype.itemsize for name, dtype in DTYPES.items()} | {"U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E8M0": 1}
+STAMP = "colibri.formats"  # metadata of a container: JSON, names or their beginnings -> weight formats
 # Published snapshots say how many shards there are; the C engine's converter numbers from 0 and does not. Its out-mtp-
 # and out-idx- files are numbered apart from the main series, and a model works without them.
 SHARD = re.compile(r"(?P<stem>.*)(?P<number>[0-9]{5})(?P<tail>-of-[0-9]{5}\.safetensors)")
@@ -37,18 +39,19 @@ class TensorEntry:
 
     @property
     def item_bytes(self):
-        return DTYPES[self.dtype].itemsize
+        return ITEM_BYTES[self.dtype]
 
 
 class TensorIndex:
     """All tensors of a snapshot by name.
 
     `shards` says in words which of a numbered series are there, `has_gap` that one is not. `unlisted` are files that
-    were taken because they stand in the folder, not because an index file names them.
+    were taken because they stand in the folder, not because an index file names them. `stamps` holds, for each file
+    that has one, its table of weight formats.
     """
 
-    def __init__(self, folder, entries, shards="", has_gap=False, unlisted=()):
-        self.folder, self.entries = folder, entries
+    def __init__(self, folder, entries, shards="", has_gap=False, unlisted=(), stamps=None):
+        self.folder, self.entries, self.stamps = folder, entries, stamps or {}
         self.shards, self.has_gap, self.unlisted = shards, has_gap, unlisted
         self.used = set()  # files of which a tensor was asked for
         self.layers = {".".join(name.split(".")[:3]) + "." for name in entries}  # "model.layers.7."
@@ -60,19 +63,33 @@ class TensorIndex:
         """Whether any tensor of a layer is there; `prefix` as the family's layer_prefix gives it."""
         return prefix in self.layers
 
-    def find(self, name, shape):
-        """The entry of a tensor, its shape as expected; refuses a missing name, another shape, an unread dtype."""
+    def dtype(self, name):
+        """The dtype of a tensor, None where it is missing."""
+        return self.entries[name].dtype if name in self.entries else None
+
+    def stamp(self, name):
+        """The format that the file of a tensor says it has, for it by name or for all that begin like it; or None."""
+        stamps, parts = self.stamps.get(self.entries[name].path, {}), name.split(".")
+        names = [name, *(".".join(parts[:n]) + "." for n in range(len(parts) - 1, 0, -1))]
+        return next((stamps[name] for name in names if name in stamps), None)
+
+    def take(self, name):
+        """The entry of a tensor, whatever its dtype and shape; refuses a missing name."""
         entry = self.entries.get(name)
         if entry is None:
             raise self.incomplete(f"tensor {name} is missing")
-        if entry.dtype not in DTYPES:
-            known = ", ".join(DTYPES)
+        self.used.add(entry.path)
+        return entry
+
+    def find(self, name, shape, dtypes=tuple(DTYPES)):
+        """The entry of a tensor, its shape as expected; refuses a missing name, another shape, an unread dtype."""
+        entry = self.take(name)
+        if entry.dtype not in dtypes:
             dtype = shorten(entry.dtype)
-            raise Refused(f"{entry.path}: tensor {name} has dtype {dtype}, this version reads {known}")
+            raise Refused(f"{entry.path}: tensor {name} has dtype {dtype}, expected {', '.join(dtypes)}")
         if entry.shape != tuple(shape):
             found = show(list(entry.shape))
             raise Refused(f"{entry.path}: tensor {name} has shape {found}, config.json asks for {list(shape)}")
-        self.used.add(entry.path)
         return entry
 
     def incomplete(self, what):
@@ -105,9 +122,10 @@ def read_index(folder):
     paths = check_listed(folder, weight_map) if listed else sorted(folder.glob("*.safetensors"))
     if not paths:
         raise Refused(f"{folder}: holds no *.safetensors; SNAP must name a Hugging Face snapshot folder")
-    entries = {}
+    entries, stamps = {}, {}
     for path in paths:
-        for name, entry in read_header(path).items():
+        found, stamps[path] = read_header(path)
+        for name, entry in found.items():
             if name in entries:
                 both = f"{entries[name].path.name} and {path.name}"
                 raise Refused(f"{folder}: tensor {shorten(name)} stands in both {both}; remove one of them")
@@ -116,7 +134,7 @@ def read_index(folder):
         if name not in entries or entries[name].path.name != file:
             raise Refused(f"{listing}: says {shorten(name)} is in {shorten(file)}, which does not hold it")
     shards, has_gap = describe_shards([path.name for path in paths])
-    return TensorIndex(folder, entries, shards, has_gap, () if listed else tuple(paths))
+    return TensorIndex(folder, entries, shards, has_gap, () if listed else tuple(paths), stamps)
 
 
 def read_weight_map(listing):
@@ -165,7 +183,7 @@ def describe_shards(names):
 
 
 def read_header(path):
-    """One file's header -> name: TensorEntry. The file must be exactly as long as its header says."""
+    """One file's header -> (name: TensorEntry, its stamp). The file must be exactly as long as its header says."""
     try:
         with open(open_file(path), "rb") as file:
             file_bytes = os.fstat(file.fileno()).st_size
@@ -182,7 +200,7 @@ def read_header(path):
     except OSError as error:
         raise Refused(f"{path}: {error.strerror}") from None
     header = parse_json(data, f"{path}: the safetensors header")
-    header.pop("__metadata__", None)
+    stamp = read_stamp(path, header.pop("__metadata__", None))
     data_start = 8 + header_bytes
     entries = {name: read_entry(path, name, fields, data_start) for name, fields in header.items()}
     end, cut = data_start, None  # cut: the first tensor that the file does not hold whole
@@ -197,7 +215,19 @@ def read_header(path):
         where = f", it ends before tensor {shorten(cut)} does" if cut else ""
         what = f"is {word} than its header says ({file_bytes} bytes, {end} expected{where})"
         raise Refused(f"{path}: {what}; download it again")
-    return entries
+    return entries, stamp
+
+
+def read_stamp(path, metadata):
+    """The table of weight formats in a file's metadata: names, or their beginnings up to a dot -> format names."""
+    text = metadata.get(STAMP) if isinstance(metadata, dict) else None
+    if text is None:
+        return {}
+    subject = f"{path}: {STAMP} of the metadata"
+    stamp = parse_json(text.encode("utf-8", "replace") if isinstance(text, str) else b"", subject)
+    if not all(isinstance(fmt, str) for fmt in stamp.values()):
+        raise Refused(f"{subject} must map names to weight formats")
+    return stamp
 
 
 def read_entry(path, name, fields, data_start):
@@ -219,7 +249,7 @@ def read_entry(path, name, fields, data_start):
     size, num_bytes = math.prod(shape), offsets[1] - offsets[0]
     if size > MAX_COUNT:
         refuse(f"has an impossible shape: {show(shape)} is beyond 2^63 elements")
-    if dtype in DTYPES and size * DTYPES[dtype].itemsize != num_bytes:
+    if dtype in ITEM_BYTES and size * ITEM_BYTES[dtype] != num_bytes:
         refuse(f"of shape {show(shape)} and dtype {dtype} does not fill its {num_bytes} bytes")
     return TensorEntry(name, path, data_start + offsets[0], num_bytes, dtype, tuple(shape))
 

@@ -1,14 +1,16 @@
 """The tensors that stay in memory: everything but the routed experts. Names are bound once, shapes checked once.
 
-Vectors and the router are kept as float32; matrices as stored, or packed to fewer bits at load when asked for.
+Vectors and the router are kept as float32; matrices as stored, or packed to fewer bits at load when asked for and not
+packed already.
 """
 
 from dataclasses import dataclass
 
 import torch
 
-from kernels.packing import DTYPES, Weight, empty_packed, pack_rows, packed_bytes, row_blocks
+from kernels.packing import DTYPES, Weight, empty_packed, grouped, pack_rows, packed_bytes, row_blocks, view_weight
 from snapshot.errors import Refused
+from snapshot.formats import StoredWeight, find_weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +69,14 @@ class ModelWeights:
 
 
 class ResidentTensors:
-    """What stays resident, as entries of the index: checked and counted here, read by `load`."""
+    """What stays resident, as stored: checked and counted here, read by `load`."""
 
     def __init__(self, config, family, index):
         self.config, self.family, self.index = config, family, index
-        self.entries = {}
+        self.stored = {}  # name -> StoredWeight of a matrix, TensorEntry of what becomes float32
         self.router_names = {family.router_tensors(config, i)["router"][0] for i in config.sparse_layers}
-        self.embed_name = family.model_tensors(config)["embed"][0]
+        top = family.model_tensors(config)
+        self.embed_name, self.head_name = top["embed"][0], top.get("lm_head", top["embed"])[0]
         for layer in range(config.num_layers):
             if not index.has_layer(family.layer_prefix(layer)):
                 name = family.attention_tensors(config, layer)["input_norm"][0]
@@ -83,7 +86,9 @@ class ResidentTensors:
         self.has_indexer = self.check_indexer()
         for table in self.tables():
             for name, shape in table.values():
-                self.entries[name] = index.find(name, shape)
+                # A rounded router would choose other experts.
+                is_float32 = len(shape) == 1 or name in self.router_names
+                self.stored[name] = index.find(name, shape) if is_float32 else find_weight(index, name, shape)
 
     def check_no_more_layers(self):
         """Layers beyond those of config.json would be left out in silence; one, the MTP layer, may follow."""
@@ -122,34 +127,37 @@ class ResidentTensors:
             tables["shared"] = family.shared_expert_tensors(c, layer)
         return tables
 
-    def is_float32(self, entry):
-        """Vectors, and the router: a rounded router would choose other experts."""
-        return len(entry.shape) == 1 or entry.name in self.router_names
+    @property
+    def matrices(self):
+        """The stored matrices."""
+        return [stored for stored in self.stored.values() if isinstance(stored, StoredWeight)]
 
-    def packs(self, entry, bits):
+    def packs(self, stored, bits):
         """Whether a matrix is packed at load; the embedding is only looked up and stays as stored."""
-        return bits < 16 and not self.is_float32(entry) and entry.name != self.embed_name
+        return bits < 16 and not stored.format.is_integer and stored.name != self.embed_name
 
     def num_bytes(self, bits):
         """Bytes of memory once loaded with `bits` for the dense matrices (16 = as stored)."""
         total = 0
-        for entry in self.entries.values():
-            if self.is_float32(entry):
-                total += entry.num_bytes * 4 // entry.item_bytes
+        for stored in self.stored.values():
+            if not isinstance(stored, StoredWeight):
+                total += stored.num_bytes * 4 // stored.item_bytes
+            elif self.packs(stored, bits):
+                total += packed_bytes(grouped(bits), stored.rows, stored.columns)
             else:
-                total += packed_bytes(bits, *entry.shape) if self.packs(entry, bits) else entry.num_bytes
+                total += stored.num_bytes
         return total
 
-    def load(self, reader, bits):
+    def load(self, reader, bits, exact=False):
         """Read everything in file order and bind it -> ModelWeights."""
         loaded = {}
-        for entry in sorted(self.entries.values(), key=lambda entry: (str(entry.path), entry.offset)):
-            if self.is_float32(entry):
-                loaded[entry.name] = read_tensor(reader, entry).float()
-            elif self.packs(entry, bits):
-                loaded[entry.name] = read_packed(reader, entry, bits)
+        for name, stored in sorted(self.stored.items(), key=lambda item: place_of(item[1])):
+            if not isinstance(stored, StoredWeight):
+                loaded[name] = read_tensor(reader, stored).float()
+            elif self.packs(stored, bits):
+                loaded[name] = read_packed(reader, stored, bits, exact)
             else:
-                loaded[entry.name] = Weight(read_tensor(reader, entry), entry.shape[1])
+                loaded[name] = read_weight(reader, stored, exact)
 
         def bound(table):
             return {word: loaded[name] for word, (name, _) in table.items()}
@@ -168,18 +176,40 @@ class ResidentTensors:
         return ModelWeights(top["embed"], tuple(layers), top["norm"], head, self.has_indexer)
 
 
-def read_tensor(reader, entry, start=0, stop=None):
-    """One tensor as stored, or rows start .. stop of it, in memory of its own."""
-    rows = entry.shape[0] if stop is None else stop - start
-    row_bytes = entry.num_bytes // max(1, entry.shape[0])
-    raw = torch.empty(rows * row_bytes, dtype=torch.uint8)
-    reader.read_into(entry.path, entry.offset + start * row_bytes, memoryview(raw.numpy()), f"tensor {entry.name}")
-    return raw.view(DTYPES[entry.dtype]).view(rows, *entry.shape[1:])
+def place_of(stored):
+    """Where a tensor begins, to sort by."""
+    data = stored.data if isinstance(stored, StoredWeight) else stored
+    return str(data.path), data.offset
 
 
-def read_packed(reader, entry, bits):
-    """One matrix packed as it is read, a block of rows at a time: as float32 an output head alone is gigabytes."""
-    weight = empty_packed(bits, *entry.shape)
-    for start, stop in row_blocks(*entry.shape):
-        pack_rows(weight, start, read_tensor(reader, entry, start, stop).float())
+def read_bytes(reader, entry):
+    """The bytes of a tensor in memory of its own."""
+    raw = torch.empty(entry.num_bytes, dtype=torch.uint8)
+    reader.read_into(entry.path, entry.offset, memoryview(raw.numpy()), f"tensor {entry.name}")
+    return raw
+
+
+def read_tensor(reader, entry):
+    """A float tensor as stored."""
+    return read_bytes(reader, entry).view(DTYPES[entry.dtype]).view(entry.shape)
+
+
+def read_weight(reader, stored, exact=False):
+    """A StoredWeight, or a part of one, in memory of its own -> Weight."""
+    buffer = torch.empty(stored.num_bytes, dtype=torch.uint8)
+    # The scales first: whatever the data's length, they lie where their dtype wants them.
+    at, scale_dtype = 0, None
+    for entry in reversed(stored.entries):
+        part = memoryview(buffer[at : at + entry.num_bytes].numpy())
+        reader.read_into(entry.path, entry.offset, part, f"tensor {entry.name}")
+        if entry is stored.scales:
+            scale_dtype, at = DTYPES[entry.dtype], entry.num_bytes
+    return view_weight(buffer, stored.format, stored.rows, stored.columns, at, 0, scale_dtype, exact)
+
+
+def read_packed(reader, stored, bits, exact=False):
+    """A matrix packed as it is read, a block of rows at a time: as float32 an output head alone is gigabytes."""
+    weight = empty_packed(grouped(bits), stored.rows, stored.columns, exact)
+    for start, stop in row_blocks(stored.rows, stored.columns):
+        pack_rows(weight, start, read_weight(reader, stored.part(start, stop)).widen())
     return weight

@@ -15,7 +15,7 @@ import safetensors.torch
 ROOT = Path(__file__).resolve().parents[1]
 FIXTURES = ROOT / "tests" / "fixtures"
 # The oracles of the reference implementation; _dense is the same weights with the indexer at rest.
-ORACLES = ("glm_moe_dsa", "glm_moe_dsa_dense", "glm_moe_dsa_mtp", "glm_moe_dsa_groups")
+ORACLES = ("glm_moe_dsa", "glm_moe_dsa_dense", "glm_moe_dsa_mtp", "glm_moe_dsa_groups", "glm_moe_dsa_fp8")
 
 
 @pytest.fixture(autouse=True)

@@ -51,7 +51,7 @@ def test_logits_log_probabilities_and_greedy_ids(name, oracle_folder, load):
     check(load(oracle_folder(name)).model, name)
 
 
-@pytest.mark.parametrize("name", ORACLES)
+@pytest.mark.parametrize("name", [name for name in ORACLES if name != "glm_moe_dsa_fp8"])  # FP8 is published unfused
 def test_fused_naming_is_the_same_model(name, oracle_folder, load, tmp_path):
     check(load(write_fused(oracle_folder(name), tmp_path / "fused")).model, name)
 

@@ -231,7 +231,7 @@ def test_a_dtype_that_is_not_read(load, folder):
     tensors = tensors_of(folder)
     tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.float8_e4m3fn)
     save(tensors, folder / "model.safetensors")
-    refused(load, folder, r"model\.norm\.weight has dtype F8_E4M3, this version reads BF16, F16, F32")
+    refused(load, folder, r"model\.norm\.weight has dtype F8_E4M3, expected BF16, F16, F32")
 
 
 def test_tensors_nobody_asks_for_are_left_alone(load, folder):
@@ -252,7 +252,10 @@ def test_tensors_nobody_asks_for_are_left_alone(load, folder):
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"scoring_func": "softmax"}, "scoring_func is 'softmax'"),
         ({"model_type": "gpt2"}, "model_type is 'gpt2', this engine knows glm_moe_dsa"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config.quant_method is 'gptq'"),
+        ({"quantization_config": {"quant_method": "fp8", "fmt": "e5m2"}}, "quantization_config.fmt is 'e5m2'"),
+        ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [64, 64]}}, "weight_block_size is"),
+        ({"quantization_config": "fp8"}, "quantization_config must be an object"),
         ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type is 'yarn'"),
         ({"rope_parameters": {"rope_theta": "big"}}, "rope_theta is 'big'"),
         ({"qk_rope_head_dim": 7}, "qk_rope_head_dim is 7"),

@@ -1,0 +1,125 @@
+"""Writes the files of a container: ordinary safetensors, laid out so that one aligned read brings one expert.
+
+A file is a row of groups, each of which begins at a page of 4 KiB: the tensors of one expert, or all the others of a
+layer. Where a group does not fill its last page a tensor named padding.* does, for the format allows no gap. The
+metadata says in which format each packed tensor is (docs/formats.md). A file is written under another name and renamed
+when it is whole, so a file that has its name is complete.
+"""
+
+import hashlib
+import json
+import math
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from snapshot.expert_disk import PAGE
+from snapshot.formats import SCALES
+from snapshot.index import ITEM_BYTES, STAMP
+
+PARTIAL = ".partial"
+CHECKSUM = "colibri.sha256"  # metadata: of all that follows the header
+SOURCE = "colibri.source"
+UNKNOWN = "0" * 64
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One tensor of a file that is to be written."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self):
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+def weight_parts(name, fmt, rows, columns, scale_dtype="F16"):
+    """The tensors of one matrix in a float or integer format, or in fp8 with F32 scales: scales, then data."""
+    if not fmt.has_scales:
+        return [Part(name, str(fmt).upper(), (rows, columns))]
+    shape = fmt.scale_shape(rows, columns)
+    scales = Part(name + SCALES, scale_dtype if fmt.is_integer else "F32", (math.prod(shape),))
+    return [scales, Part(name, "U8", (rows * fmt.row_bytes(columns),))]
+
+
+def scales_first(parts):
+    """Tensors of one expert in the order in which they lie: scales before data, so that they stay aligned."""
+    return sorted(parts, key=lambda part: not is_scale(part.name))
+
+
+def is_scale(name):
+    return name.endswith((SCALES, "_scale_inv"))
+
+
+def padded(groups, stem):
+    """Groups of Parts -> one list, with what fills the last page of each."""
+    parts = []
+    for group in groups:
+        parts += group
+        missing = -sum(part.num_bytes for part in group) % PAGE
+        if missing:
+            parts.append(Part(f"padding.{stem}.{len(parts)}", "U8", (missing,)))
+    return parts
+
+
+def make_header(parts, metadata):
+    """The header of a file, filled with blanks so that the data begins at a page."""
+    table, at = {"__metadata__": metadata}, 0
+    for part in parts:
+        offsets = [at, at + part.num_bytes]
+        table[part.name] = {"dtype": part.dtype, "shape": list(part.shape), "data_offsets": offsets}
+        at += part.num_bytes
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % PAGE)
+    return len(text).to_bytes(8, "little") + text
+
+
+def shard_bytes(path, groups, formats, source=""):
+    """How long write_shard's file will be."""
+    parts = padded(groups, path.stem)
+    return len(make_header(parts, make_metadata(formats, source))) + sum(part.num_bytes for part in parts)
+
+
+def make_metadata(formats, source):
+    return {"format": "pt", STAMP: json.dumps(formats), SOURCE: source, CHECKSUM: UNKNOWN}
+
+
+def write_shard(path, groups, buffers, formats, source="", with_checksum=True):
+    """Write one file of a container.
+
+    groups: lists of Parts, each list from a page of its own. buffers: for every Part in that order its bytes, as a
+    contiguous tensor of any dtype; taken one at a time, so a generator keeps memory small. formats: names of packed
+    tensors, or their beginnings up to a dot -> format name. OSError when the disk is full; the partial file stays
+    and the next call begins it anew.
+    """
+    parts, digest, buffers = padded(groups, path.stem), hashlib.sha256(), iter(buffers)
+    header = make_header(parts, make_metadata(formats, source))
+    partial = path.with_name(path.name + PARTIAL)
+    with open(partial, "wb", buffering=0) as file:
+        file.write(header)
+        for part in parts:
+            data = bytes(part.num_bytes) if part.name.startswith("padding.") else as_bytes(next(buffers))
+            if len(data) != part.num_bytes:
+                raise ValueError(f"{part.name} has {len(data)} bytes, {part.num_bytes} expected")
+            if with_checksum:
+                digest.update(data)
+            data = memoryview(data)
+            while data:
+                data = data[file.write(data) :]
+        if with_checksum:
+            file.seek(0)
+            file.write(header.replace(UNKNOWN.encode(), digest.hexdigest().encode()))
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+
+
+def as_bytes(tensor):
+    """The memory of a contiguous tensor."""
+    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
