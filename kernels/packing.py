@@ -186,22 +186,41 @@ def quantise(matrix, fmt, scale_dtype=torch.float32, steps=QUICK):
     rows, columns = matrix.shape
     data = torch.empty(rows, fmt.row_bytes(columns), dtype=torch.uint8)
     scales = torch.empty(fmt.scale_shape(rows, columns), dtype=scale_dtype)
-    group, groups = fmt.group or columns, scales.shape[1]
     high = 2 ** (fmt.bits - 1) - 1
-    step = max(1, CACHE_BYTES // (4 * columns))
-    for start in range(0, rows, step):
-        part = matrix[start : start + step]
-        padded = torch.zeros(len(part), groups * group)
-        padded[:, :columns] = part
-        padded = padded.view(len(part), groups, group)
+    for block in cache_blocks(rows, columns):
+        groups = in_groups(matrix[block], fmt)
         if steps and fmt.bits < 8:
-            chosen = best_scales(padded, high, scale_dtype, steps)
+            chosen = best_scales(groups, high, scale_dtype, steps)
         else:
-            chosen = at_least(padded.abs().amax(-1, keepdim=True) / high, scale_dtype)
-        codes = encode(padded, chosen, high).view(len(part), -1)[:, :columns]
-        data[start : start + step] = pack_codes(codes.to(torch.int8), fmt)
-        scales[start : start + step] = chosen[..., 0]
+            chosen = at_least(groups.abs().amax(-1, keepdim=True) / high, scale_dtype)
+        scales[block] = chosen[..., 0]
+        data[block] = pack_codes(encode(groups, chosen, high), columns, fmt)
     return data, scales
+
+
+def requantise(matrix, scales, fmt):
+    """float [out, in] -> data uint8 [out, row bytes], with scales that were chosen before."""
+    rows, columns = matrix.shape
+    data = torch.empty(rows, fmt.row_bytes(columns), dtype=torch.uint8)
+    for block in cache_blocks(rows, columns):
+        codes = encode(in_groups(matrix[block], fmt), scales[block, :, None], 2 ** (fmt.bits - 1) - 1)
+        data[block] = pack_codes(codes, columns, fmt)
+    return data
+
+
+def cache_blocks(rows, columns):
+    """The rows of a matrix in slices that the arithmetic works on one after the other."""
+    step = max(1, CACHE_BYTES // (4 * columns))
+    return [slice(start, start + step) for start in range(0, rows, step)]
+
+
+def in_groups(matrix, fmt):
+    """float [rows, columns] -> float32 [rows, groups, group], filled with zeros."""
+    rows, columns = matrix.shape
+    group = fmt.group or columns
+    padded = torch.zeros(rows, fmt.scale_shape(rows, columns)[1] * group)
+    padded[:, :columns] = matrix
+    return padded.view(rows, -1, group)
 
 
 def encode(values, scales, high):
@@ -239,19 +258,18 @@ def best_scales(groups, high, dtype, steps):
     return at_least(torch.where(weight > 0, fitted, best), dtype)
 
 
-def pack_codes(codes, fmt):
-    """int8 codes [rows, columns] -> uint8 [rows, row bytes]. What pads a row decodes to zero."""
-    rows, columns = codes.shape
+def pack_codes(groups, columns, fmt):
+    """Codes as floats [rows, groups, group] -> uint8 [rows, row bytes]. What pads a row decodes to zero."""
+    codes = groups.flatten(1)[:, :columns].to(torch.int8).view(torch.uint8)
+    rows = len(codes)
     if fmt.bits == 8:
-        return codes.contiguous().view(torch.uint8)
+        return codes
+    width = fmt.row_bytes(columns) * 8 // fmt.bits
+    padded = torch.full((rows, width), 2 ** (fmt.bits - 1), dtype=torch.uint8)
+    padded[:, :columns] += codes  # modulo 256, so a negative code comes out right
     if fmt.bits == 3:
-        padded = torch.full((rows, -(-columns // 64) * 64), 4, dtype=torch.uint8)
-        padded[:, :columns] += codes.view(torch.uint8)  # modulo 256, so a negative code comes out right
         padded = padded.view(rows, -1, 64)
         return torch.cat([pack_bits(padded & 3, 2), pack_bits(padded >> 2, 1)], dim=-1).view(rows, -1)
-    per_byte = 8 // fmt.bits
-    padded = torch.full((rows, -(-columns // per_byte) * per_byte), 2 ** (fmt.bits - 1), dtype=torch.uint8)
-    padded[:, :columns] += codes.view(torch.uint8)
     return pack_bits(padded, fmt.bits)
 
 

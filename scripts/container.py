@@ -22,6 +22,7 @@ from snapshot.formats import SCALES
 from snapshot.index import ITEM_BYTES, STAMP
 
 PARTIAL = ".partial"
+PADDING = "padding."  # begins the names of tensors that fill a page
 CHECKSUM = "colibri.sha256"  # metadata: of all that follows the header
 SOURCE = "colibri.source"
 UNKNOWN = "0" * 64
@@ -49,15 +50,6 @@ def weight_parts(name, fmt, rows, columns, scale_dtype="F16"):
     return [scales, Part(name, "U8", (rows * fmt.row_bytes(columns),))]
 
 
-def scales_first(parts):
-    """Tensors of one expert in the order in which they lie: scales before data, so that they stay aligned."""
-    return sorted(parts, key=lambda part: not is_scale(part.name))
-
-
-def is_scale(name):
-    return name.endswith((SCALES, "_scale_inv"))
-
-
 def padded(groups, stem):
     """Groups of Parts -> one list, with what fills the last page of each."""
     parts = []
@@ -65,7 +57,7 @@ def padded(groups, stem):
         parts += group
         missing = -sum(part.num_bytes for part in group) % PAGE
         if missing:
-            parts.append(Part(f"padding.{stem}.{len(parts)}", "U8", (missing,)))
+            parts.append(Part(f"{PADDING}{stem}.{len(parts)}", "U8", (missing,)))
     return parts
 
 
@@ -105,7 +97,7 @@ def write_shard(path, groups, buffers, formats, source="", with_checksum=True):
     with open(partial, "wb", buffering=0) as file:
         file.write(header)
         for part in parts:
-            data = bytes(part.num_bytes) if part.name.startswith("padding.") else as_bytes(next(buffers))
+            data = bytes(part.num_bytes) if part.name.startswith(PADDING) else as_bytes(next(buffers))
             if len(data) != part.num_bytes:
                 raise ValueError(f"{part.name} has {len(data)} bytes, {part.num_bytes} expected")
             if with_checksum:

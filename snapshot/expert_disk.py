@@ -57,21 +57,23 @@ class ExpertDisk:
     """The routed experts of a snapshot, all checked when it is opened; by default those of its sparse layers."""
 
     def __init__(self, config, family, index, reader, layers=None):
-        self.reader = reader
-        self.places = {}
+        self.config, self.family, self.index, self.reader = config, family, index, reader
         layers = config.sparse_layers if layers is None else layers
+        self.fused = {layer: fused_entries(config, family, index, layer) for layer in layers}
+        self.places = {}
         # layer -> bytes that hold any expert of it as stored
         self.expert_bytes = dict.fromkeys(layers, 0)
         for layer in layers:
-            fused = fused_entries(config, family, index, layer)
             for expert in range(config.num_experts):
-                if fused:
-                    matrices = fused_parts(fused, expert, config.moe_intermediate_size)
-                else:
-                    table = family.expert_tensors(config, layer, expert)
-                    matrices = [find_weight(index, *table[word]) for word in MATRICES]
-                place = self.places[layer, expert] = lay_out(matrices)
+                place = self.places[layer, expert] = lay_out(self.matrices(layer, expert))
                 self.expert_bytes[layer] = max(self.expert_bytes[layer], place.num_bytes)
+
+    def matrices(self, layer, expert):
+        """StoredWeights gate, up, down of one expert."""
+        if self.fused[layer]:
+            return fused_parts(self.fused[layer], expert, self.config.moe_intermediate_size)
+        table = self.family.expert_tensors(self.config, layer, expert)
+        return [find_weight(self.index, *table[word]) for word in MATRICES]
 
     def packs(self, bits):
         """Whether any expert is packed at load when `bits` are asked for."""

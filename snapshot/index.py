@@ -124,7 +124,8 @@ def read_index(folder):
         raise Refused(f"{folder}: holds no *.safetensors; SNAP must name a Hugging Face snapshot folder")
     entries, stamps = {}, {}
     for path in paths:
-        found, stamps[path] = read_header(path)
+        found, metadata = read_header(path)
+        stamps[path] = read_stamp(path, metadata)
         for name, entry in found.items():
             if name in entries:
                 both = f"{entries[name].path.name} and {path.name}"
@@ -183,7 +184,7 @@ def describe_shards(names):
 
 
 def read_header(path):
-    """One file's header -> (name: TensorEntry, its stamp). The file must be exactly as long as its header says."""
+    """One file's header -> (name: TensorEntry, its metadata). The file must be exactly as long as its header says."""
     try:
         with open(open_file(path), "rb") as file:
             file_bytes = os.fstat(file.fileno()).st_size
@@ -200,7 +201,8 @@ def read_header(path):
     except OSError as error:
         raise Refused(f"{path}: {error.strerror}") from None
     header = parse_json(data, f"{path}: the safetensors header")
-    stamp = read_stamp(path, header.pop("__metadata__", None))
+    metadata = header.pop("__metadata__", None)
+    metadata = metadata if isinstance(metadata, dict) else {}
     data_start = 8 + header_bytes
     entries = {name: read_entry(path, name, fields, data_start) for name, fields in header.items()}
     end, cut = data_start, None  # cut: the first tensor that the file does not hold whole
@@ -215,12 +217,12 @@ def read_header(path):
         where = f", it ends before tensor {shorten(cut)} does" if cut else ""
         what = f"is {word} than its header says ({file_bytes} bytes, {end} expected{where})"
         raise Refused(f"{path}: {what}; download it again")
-    return entries, stamp
+    return entries, metadata
 
 
 def read_stamp(path, metadata):
     """The table of weight formats in a file's metadata: names, or their beginnings up to a dot -> format names."""
-    text = metadata.get(STAMP) if isinstance(metadata, dict) else None
+    text = metadata.get(STAMP)
     if text is None:
         return {}
     subject = f"{path}: {STAMP} of the metadata"

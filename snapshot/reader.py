@@ -2,6 +2,7 @@
 
 import os
 import stat
+import threading
 
 from snapshot.errors import Refused
 
@@ -36,18 +37,19 @@ def read_file(path, advice="SNAP must name a Hugging Face snapshot folder"):
 
 
 class Reader:
-    """Open files of a snapshot, read-only, each opened once. Close it when the model goes."""
+    """Open files of a snapshot, read-only, each opened once. Threads may share it. Close it when the model goes."""
 
     def __init__(self):
-        self.descriptors = {}
+        self.descriptors, self.opening = {}, threading.Lock()
 
     def read_into(self, path, offset, buffer, what):
         """Fill `buffer` (a writable memoryview) from `offset`; `what` names the tensor in a complaint."""
         done, size = 0, len(buffer)
         try:
-            descriptor = self.descriptors.get(path)
-            if descriptor is None:
-                descriptor = self.descriptors[path] = open_file(path)
+            with self.opening:
+                descriptor = self.descriptors.get(path)
+                if descriptor is None:
+                    descriptor = self.descriptors[path] = open_file(path)
             while done < size:
                 count = os.preadv(descriptor, [buffer[done:]], offset + done)
                 if count == 0:

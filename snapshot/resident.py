@@ -116,16 +116,26 @@ class ResidentTensors:
             yield from self.layer_tables(layer).values()
 
     def layer_tables(self, layer):
+        """The tables of one layer; that behind the last is the multi-token-prediction layer."""
         c, family = self.config, self.family
+        is_mtp = layer == c.num_layers
         tables = {"attention": family.attention_tensors(c, layer)}
-        if self.has_indexer and c.layer_is_full(layer):
-            tables["indexer"] = family.indexer_tensors(c, layer)
-        if c.mlp_types[layer] == "dense":
+        indexer = family.indexer_tensors(c, layer)
+        if any(name in self.index for name, _ in indexer.values()) if is_mtp else self.has_indexer_at(layer):
+            tables["indexer"] = indexer
+        if not is_mtp and c.mlp_types[layer] == "dense":
             tables["mlp"] = family.dense_tensors(c, layer)
         else:
             tables["router"] = family.router_tensors(c, layer)
             tables["shared"] = family.shared_expert_tensors(c, layer)
+        if is_mtp:
+            own = family.mtp_own_tensors(c, layer)
+            tables["mtp"] = family.mtp_tensors(c, layer)
+            tables["mtp_own"] = {word: own[word] for word in own if own[word][0] in self.index}
         return tables
+
+    def has_indexer_at(self, layer):
+        return self.has_indexer and self.config.layer_is_full(layer)
 
     @property
     def matrices(self):

@@ -151,6 +151,26 @@ def mtp_tensor(layer):
     return layer_prefix(layer) + "eh_proj.weight"
 
 
+def mtp_tensors(c, layer):
+    """What the multi-token-prediction layer has beside a sparse layer's tensors."""
+    prefix, D = layer_prefix(layer), c.hidden_size
+    return {
+        "input_proj": (mtp_tensor(layer), (D, 2 * D)),  # embedding half first
+        "embed_norm": (prefix + "enorm.weight", (D,)),
+        "hidden_norm": (prefix + "hnorm.weight", (D,)),
+        "norm": (prefix + "shared_head.norm.weight", (D,)),
+    }
+
+
+def mtp_own_tensors(c, layer):
+    """Copies of the model's embedding and head that an MTP layer may bring; absent in most snapshots."""
+    shape = (c.vocab_size, c.hidden_size)
+    return {
+        "embed": (layer_prefix(layer) + "embed_tokens.weight", shape),
+        "lm_head": (layer_prefix(layer) + "shared_head.head.weight", shape),
+    }
+
+
 def attention_tensors(c, layer):
     prefix = layer_prefix(layer)
     attention = prefix + "self_attn."
