@@ -35,19 +35,21 @@ class Part:
     name: str
     dtype: str
     shape: tuple[int, ...]
+    num_bytes: int
 
-    @property
-    def num_bytes(self):
-        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+def part_of(name, dtype, shape):
+    """A Part of a dtype that the engine knows."""
+    return Part(name, dtype, shape, math.prod(shape) * ITEM_BYTES[dtype])
 
 
 def weight_parts(name, fmt, rows, columns, scale_dtype="F16"):
     """The tensors of one matrix in a float or integer format, or in fp8 with F32 scales: scales, then data."""
     if not fmt.has_scales:
-        return [Part(name, str(fmt).upper(), (rows, columns))]
+        return [part_of(name, str(fmt).upper(), (rows, columns))]
     shape = fmt.scale_shape(rows, columns)
-    scales = Part(name + SCALES, scale_dtype if fmt.is_integer else "F32", (math.prod(shape),))
-    return [scales, Part(name, "U8", (rows * fmt.row_bytes(columns),))]
+    scales = part_of(name + SCALES, scale_dtype if fmt.is_integer else "F32", (math.prod(shape),))
+    return [scales, part_of(name, "U8", (rows * fmt.row_bytes(columns),))]
 
 
 def padded(groups, stem):
@@ -57,7 +59,7 @@ def padded(groups, stem):
         parts += group
         missing = -sum(part.num_bytes for part in group) % PAGE
         if missing:
-            parts.append(Part(f"{PADDING}{stem}.{len(parts)}", "U8", (missing,)))
+            parts.append(part_of(f"{PADDING}{stem}.{len(parts)}", "U8", (missing,)))
     return parts
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from kernels.packing import DTYPES, FORMATS, SEARCH, Format, quantise, row_blocks
-from scripts.container import PADDING, Part, shard_bytes, weight_parts
+from scripts.container import PADDING, Part, part_of, shard_bytes, weight_parts
 from snapshot.config import read_config
 from snapshot.errors import Refused
 from snapshot.expert_disk import MATRICES, ExpertDisk
@@ -17,6 +17,7 @@ from snapshot.reader import Reader
 from snapshot.resident import ResidentTensors, read_bytes, read_weight
 
 INDEXER_BITS = 8  # at least: its scores decide which positions a row sees at all
+MIN_F16_SCALE = 2.0**-20  # of the largest of a matrix: below it F16 has no more than four bits left
 SAMPLE_BYTES = 4096  # of the end of each file, that tell one source from another of the same shapes
 
 
@@ -62,8 +63,8 @@ class Matrix:
         if self.target:
             return weight_parts(self.name, self.target, stored.rows, stored.columns, self.scale_dtype)
         if stored.scales is None:
-            return [Part(self.name, stored.data.dtype, (stored.rows, stored.columns))]
-        return [Part(entry.name, entry.dtype, entry.shape) for entry in (stored.scales, stored.data)]
+            return [part_of(self.name, stored.data.dtype, (stored.rows, stored.columns))]
+        return [part_of(entry.name, entry.dtype, entry.shape) for entry in (stored.scales, stored.data)]
 
     def tensors(self, reader):
         """The bytes of `parts`: read and quantised a block of rows at a time."""
@@ -72,19 +73,16 @@ class Matrix:
             return [read_bytes(reader, entry) for entry in reversed(stored.entries)]
         data = torch.empty(stored.rows, fmt.row_bytes(stored.columns), dtype=torch.uint8)
         scales = torch.empty(fmt.scale_shape(stored.rows, stored.columns), dtype=DTYPES[self.scale_dtype])
+        largest = 0.0
         for start, stop in row_blocks(stored.rows, stored.columns):
             matrix = read_weight(reader, stored.part(start, stop)).widen()
             if not matrix.isfinite().all():
                 raise Refused(f"{stored.data.path}: tensor {stored.name} holds a NaN or infinity; download it again")
+            largest = max(largest, matrix.abs().max().item())
             data[start:stop], scales[start:stop] = quantise(matrix, fmt, scales.dtype, SEARCH)
-        self.check(scales)
-        return [scales, data]
-
-    def check(self, scales):
-        """F16 spans less than weights may: infinity, or a matrix whose scales lose their digits, is refused."""
-        largest = scales.abs().max().float().item()
-        if scales.dtype == torch.float16 and (largest == float("inf") or 2.0**-24 < largest < 2.0**-14):
+        if scales.dtype == torch.float16 and largest and not MIN_F16_SCALE <= scales.abs().max() < torch.inf:
             raise Refused(f"tensor {self.name}: its scales are out of what F16 holds; take --scales F32")
+        return [scales, data]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +93,7 @@ class Copy:
 
     @property
     def parts(self):
-        return [Part(self.entry.name, self.entry.dtype, self.entry.shape)]
+        return [Part(self.entry.name, self.entry.dtype, self.entry.shape, self.entry.num_bytes)]
 
     def tensors(self, reader):
         return [read_bytes(reader, self.entry)]

@@ -80,6 +80,9 @@ class Progress:
 def convert(conversion, out, num_threads):
     """Write every file that is not there yet -> bytes written."""
     sizes = {file: conversion.num_bytes(file) for file in conversion.shards}
+    for path in out.glob("*.safetensors"):
+        if path.name not in sizes:
+            raise Refused(f"{path}: is no file of this container; name an empty folder, or delete what is there")
     missing = [file for file in sizes if not is_written(conversion, out / file)]
     total = sum(sizes[file] for file in missing)
     out.mkdir(parents=True, exist_ok=True)
