@@ -1,137 +1,121 @@
-"""Write a snapshot of random weights in any size, to try budgets and speed on: the real architecture, no meaning.
+"""Write a snapshot of random weights in the shapes of a real model, with routing like a real one's, to measure on.
 
-    python scripts/make_synthetic.py /tmp/synthetic --layers 8 --experts 64 --hidden 512 --moe-width 512
+    python scripts/make_synthetic.py glm-5.2 /tmp/glm --layers 4 --vocab 32768 --format int4-g64
+    python scripts/make_synthetic.py small /tmp/small --hidden 512 --moe-width 512 --format bf16
 
-It also writes ref_glm.json with random ids (--prompt, --tokens) for REPLAY. Routing over random weights is more even
-than a trained model's: good for filling a cache, no guide to hit rates.
+The first layer is dense, the others are sparse. The files are those of a container (docs/formats.md), written at about
+the speed of the disk. ref_glm.json gets --prompt and --tokens ids for REPLAY. The weights mean nothing; what is built
+in to make the routing is said in scripts/synthetic/structure.py.
+
+--routing uniform: ids drawn evenly, experts used evenly, little in common from one token to the next.
+--routing trace: like traces of real models. Popularity about Zipf over the experts; of the experts that a window of 128
+tokens uses, about 13 % were not used in the window before; the route of a token depends on what stands before it, so
+the same id takes other experts elsewhere. The ids are no text but have the statistics of one: Zipf, with topics that
+change (scripts/synthetic/text.py).
+
+At the end the engine runs --report-tokens of the ids and the script prints what the routing really does; 0 skips it.
 """
 
 import argparse
 import json
+import shutil
+import sys
+import time
 from pathlib import Path
 
-import torch
-from safetensors.torch import save_file
+import numpy as np
 
-PREFIX = "model.layers"
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from kernels.packing import FORMATS
+from scripts.container import shard_bytes, write_shard
+from scripts.synthetic.fill import Filler, Formats
+from scripts.synthetic.report import print_report
+from scripts.synthetic.shapes import DEFAULTS, make_config
+from scripts.synthetic.structure import ROUTINGS
+from scripts.synthetic.tensors import model_groups
+from scripts.synthetic.text import topic_ids, uniform_ids
+from snapshot.errors import Refused
 
-
-def make_config(args):
-    heads = args.hidden // 64
-    return {
-        "architectures": ["GlmMoeDsaForCausalLM"],
-        "model_type": "glm_moe_dsa",
-        "vocab_size": args.vocab,
-        "hidden_size": args.hidden,
-        "num_hidden_layers": args.layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": heads,
-        "q_lora_rank": args.hidden // 2,
-        "kv_lora_rank": args.hidden // 4,
-        "qk_nope_head_dim": 64,
-        "qk_rope_head_dim": 32,
-        "v_head_dim": 64,
-        "intermediate_size": 4 * args.hidden,
-        "moe_intermediate_size": args.moe_width,
-        "first_k_dense_replace": 1,
-        "n_routed_experts": args.experts,
-        "num_experts_per_tok": args.active,
-        "n_shared_experts": 1,
-        "index_topk": args.index_topk,
-        "index_head_dim": 64,
-        "index_n_heads": 16,
-        "index_topk_freq": 4,
-        "index_skip_topk_offset": 3,
-        "rope_parameters": {"rope_theta": 1000000.0, "rope_type": "default"},
-        "max_position_embeddings": 131072,
-        "eos_token_id": [0],
-        "dtype": "bfloat16",
-    }
+SOURCE = "scripts/make_synthetic.py"
+SMALLS_OWN = ("hidden", "moe_width", "active", "index_topk")
 
 
-class Weights:
-    """Random matrices that keep the size of what goes through them."""
-
-    def __init__(self, seed):
-        self.random = torch.Generator().manual_seed(seed)
-
-    def matrix(self, rows, columns):
-        return (torch.randn(rows, columns, generator=self.random) * columns**-0.5).bfloat16()
-
-    def norm(self, width):
-        return torch.ones(width, dtype=torch.bfloat16)
-
-    def mlp(self, prefix, width, hidden):
-        return {
-            f"{prefix}.gate_proj.weight": self.matrix(width, hidden),
-            f"{prefix}.up_proj.weight": self.matrix(width, hidden),
-            f"{prefix}.down_proj.weight": self.matrix(hidden, width),
-        }
-
-
-def layer_tensors(c, layer, weights):
-    """One layer under its published names."""
-    D, H, width = c["hidden_size"], c["num_attention_heads"], c["moe_intermediate_size"]
-    QL, KL, N, R, V = (
-        c[key] for key in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-    )
-    base, attention = f"{PREFIX}.{layer}", f"{PREFIX}.{layer}.self_attn"
-    out = {
-        f"{base}.input_layernorm.weight": weights.norm(D),
-        f"{base}.post_attention_layernorm.weight": weights.norm(D),
-        f"{attention}.q_a_proj.weight": weights.matrix(QL, D),
-        f"{attention}.q_a_layernorm.weight": weights.norm(QL),
-        f"{attention}.q_b_proj.weight": weights.matrix(H * (N + R), QL),
-        f"{attention}.kv_a_proj_with_mqa.weight": weights.matrix(KL + R, D),
-        f"{attention}.kv_a_layernorm.weight": weights.norm(KL),
-        f"{attention}.kv_b_proj.weight": weights.matrix(H * (N + V), KL),
-        f"{attention}.o_proj.weight": weights.matrix(D, H * V),
-    }
-    freq, offset = c["index_topk_freq"], c["index_skip_topk_offset"]
-    if max(layer - offset + 1, 0) % freq == 0:
-        heads, head = c["index_n_heads"], c["index_head_dim"]
-        out |= {
-            f"{attention}.indexer.wq_b.weight": weights.matrix(heads * head, QL),
-            f"{attention}.indexer.wk.weight": weights.matrix(head, D),
-            f"{attention}.indexer.k_norm.weight": weights.norm(head),
-            f"{attention}.indexer.k_norm.bias": torch.zeros(head, dtype=torch.bfloat16),
-            f"{attention}.indexer.weights_proj.weight": weights.matrix(heads, D),
-        }
-    if layer < c["first_k_dense_replace"]:
-        return out | weights.mlp(f"{base}.mlp", c["intermediate_size"], D)
-    out[f"{base}.mlp.gate.weight"] = weights.matrix(c["n_routed_experts"], D)
-    out[f"{base}.mlp.gate.e_score_correction_bias"] = torch.zeros(c["n_routed_experts"])
-    out |= weights.mlp(f"{base}.mlp.shared_experts", width, D)
-    for expert in range(c["n_routed_experts"]):
-        out |= weights.mlp(f"{base}.mlp.experts.{expert}", width, D)
-    return out
-
-
-def main():
+def read_arguments(arguments):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path)
-    sizes = dict(layers=8, experts=64, active=8, hidden=512, moe_width=512, vocab=4096, index_topk=512)
-    for name, value in (sizes | dict(prompt=2000, tokens=500, seed=1)).items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
-    args = parser.parse_args()
+    parser.add_argument("name", choices=DEFAULTS)
+    parser.add_argument("out", type=Path, metavar="DST")
+    for name in ("layers", "experts", "vocab", "prompt", "tokens", "report_tokens"):
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int)
+    for name in SMALLS_OWN:
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, help="of the model small alone")
+    parser.add_argument("--format", choices=FORMATS, default="int4-g64", help="of the routed experts", metavar="FORMAT")
+    parser.add_argument("--dense-format", choices=FORMATS, help="of the rest; by default the same", metavar="FORMAT")
+    parser.add_argument(
+        "--scales", choices=("F16", "F32"), default="F16", help="dtype of the scales of integer formats"
+    )
+    parser.add_argument("--routing", choices=ROUTINGS, default="trace")
+    parser.add_argument("--seed", type=int, default=1)
+    args = parser.parse_args(arguments)
+    for name, value in DEFAULTS[args.name].items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+        elif args.name != "small" and name in SMALLS_OWN:
+            parser.error(f"--{name.replace('_', '-')} is for the model small, {args.name} has its own")
+    if min(getattr(args, name) for name in DEFAULTS[args.name] if name != "report_tokens") < 1:
+        parser.error("sizes must be 1 or more")
+    if args.hidden < 64 or args.vocab < 16:
+        parser.error("--hidden must be 64 or more, --vocab 16 or more")
+    args.active = min(args.active, args.experts)
+    args.report_tokens = min(args.report_tokens, args.prompt + args.tokens)
+    return args
+
+
+def plan_files(args, config, filler, rng):
+    """-> for each file its path, its tensors in groups, their parts, the metadata's formats, and its bytes."""
+    for number, groups in enumerate(model_groups(config, ROUTINGS[args.routing], rng), 1):
+        path = args.out / f"model-{number:05d}-of-{args.layers + 1:05d}.safetensors"
+        parts, stamps = [filler.group_parts(group) for group in groups], filler.stamps(groups)
+        yield path, groups, parts, stamps, shard_bytes(path, parts, stamps, SOURCE)
+
+
+def write_snapshot(args):
+    """Write config.json, the weights and ref_glm.json -> (bytes, seconds) of the weights."""
+    config = make_config(args.name, args)
+    # One generator for each purpose, so that all formats get the same text and the same routers.
+    of_text, of_structure, of_weights = (np.random.default_rng([args.seed, purpose]) for purpose in range(3))
+    formats = Formats(FORMATS[args.format], FORMATS[args.dense_format or args.format])
+    filler = Filler(formats, args.scales, args.hidden * args.moe_width, of_weights)
     args.out.mkdir(parents=True, exist_ok=True)
-    config, weights = make_config(args), Weights(args.seed)
-    (args.out / "config.json").write_text(json.dumps(config, indent=1) + "\n")
-    total = args.layers + 1
-    for layer in range(args.layers):  # one file a layer, so that a model larger than memory can be written
-        name = f"model-{layer + 1:05d}-of-{total:05d}.safetensors"
-        save_file(layer_tensors(config, layer, weights), args.out / name)
-    top = {
-        "model.embed_tokens.weight": weights.matrix(args.vocab, args.hidden) * args.hidden**0.5,
-        "model.norm.weight": weights.norm(args.hidden),
-        "lm_head.weight": weights.matrix(args.vocab, args.hidden),
-    }
-    save_file(top, args.out / f"model-{total:05d}-of-{total:05d}.safetensors")
-    ids = torch.randint(args.vocab, (args.prompt + args.tokens,), generator=weights.random).tolist()
+    if list(args.out.glob("*.safetensors")):
+        raise Refused(f"{args.out}: holds weights already; name another folder, or empty it")
+    total = sum(plan[-1] for plan in plan_files(args, config, filler, np.random.default_rng(0)))
+    have = shutil.disk_usage(args.out).free
+    if total > have:
+        raise Refused(f"{args.out}: needs {total / 1e9:.1f} GB, the disk has {have / 1e9:.1f} GB left")
+    started = time.perf_counter()
+    for path, groups, parts, stamps, _ in plan_files(args, config, filler, of_structure):
+        buffers = (buffer for group in groups for buffer in filler.group_buffers(group))
+        write_shard(path, parts, buffers, stamps, SOURCE, with_checksum=False)  # nobody will check it
+    seconds = time.perf_counter() - started
+    ids = (uniform_ids if args.routing == "uniform" else topic_ids)(args.vocab, args.prompt + args.tokens, of_text)
     (args.out / "ref_glm.json").write_text(json.dumps({"prompt_ids": ids[: args.prompt], "full_ids": ids}) + "\n")
-    size = sum(path.stat().st_size for path in args.out.glob("*.safetensors"))
-    print(f"{args.out}: {size / 1e9:.2f} GB")
+    # Last: a folder without config.json is no snapshot, so an unfinished one is not taken for one.
+    (args.out / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    return total, seconds
+
+
+def main(arguments=None):
+    args = read_arguments(arguments)
+    try:
+        total, seconds = write_snapshot(args)
+        print(f"{args.out}: {total / 1e9:.2f} GB in {seconds:.1f} s, {total / seconds / 1e9:.2f} GB/s")
+        if args.report_tokens and args.layers > 1:
+            print_report(args.out, args.report_tokens)
+    except Refused as error:
+        print(f"make_synthetic: {error}", file=sys.stderr)
+        return 2
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

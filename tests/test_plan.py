@@ -122,8 +122,8 @@ def test_the_promise(run_colibri, tmp_path_factory, tmp_path, ram_gb, bits):
     and have."""
     folder = tmp_path_factory.getbasetemp() / "synthetic"
     if not folder.exists():
-        command = [sys.executable, str(ROOT / "scripts" / "make_synthetic.py"), str(folder), "--moe-width", "1024"]
-        subprocess.run(command, check=True)
+        script = [sys.executable, str(ROOT / "scripts" / "make_synthetic.py"), "small", str(folder)]
+        subprocess.run([*script, "--moe-width", "1024", "--format", "bf16", "--report-tokens", "0"], check=True)
     process = run_colibri(0, bits, bits, SNAP=folder, REPLAY=1, RAM_GB=ram_gb, REPORT=tmp_path / "r.json", timeout=900)
     if process.returncode == 2:
         assert re.search(rb"need 0\.\d+ GB with one expert slot per layer .* have 0\.\d+ GB", process.stderr)

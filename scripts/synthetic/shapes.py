@@ -1,61 +1,59 @@
-"""config.json of the models that can be made: real layer shapes, as many layers, experts and words as wanted."""
+"""config.json of the models that can be made: real layer shapes, as many layers, experts and ids as wanted."""
+
+# Defaults of the command line for each model. `report_tokens` are run at the end, a minute or two on one core.
+DEFAULTS = {
+    "glm-5.2": dict(
+        layers=4, experts=256, active=8, hidden=6144, moe_width=2048, vocab=154880, index_topk=2048,
+        prompt=512, tokens=256, report_tokens=768,
+    ),
+    "small": dict(
+        layers=8, experts=64, active=8, hidden=512, moe_width=512, vocab=4096, index_topk=512,
+        prompt=2000, tokens=500, report_tokens=1024,
+    ),
+}  # fmt: skip
 
 
-def glm_5_2(layers, experts, vocab):
-    """GLM-5.2 but for its depth: one dense layer instead of three, then sparse ones."""
+def make_config(name, args):
+    """The sizes of `args`, in the shapes of a model: GLM-5.2 has fixed ones, `small` follows the hidden size.
+
+    One dense layer, then sparse ones.
+    """
+    hidden = args.hidden
+    heads, q_lora, kv_lora, nope, rope, value, dense, index_heads, index_head, theta, positions = (
+        (64, 2048, 512, 192, 64, 256, 12288, 32, 128, 8e6, 1048576)
+        if name == "glm-5.2"
+        else (max(1, hidden // 64), hidden // 2, hidden // 4, 64, 32, 64, 4 * hidden, 16, 64, 1e6, 131072)
+    )
     return {
         "architectures": ["GlmMoeDsaForCausalLM"],
         "model_type": "glm_moe_dsa",
-        "vocab_size": vocab,
-        "hidden_size": 6144,
-        "num_hidden_layers": layers,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 64,
-        "q_lora_rank": 2048,
-        "kv_lora_rank": 512,
-        "qk_nope_head_dim": 192,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 256,
-        "intermediate_size": 12288,
-        "moe_intermediate_size": 2048,
+        "vocab_size": args.vocab,
+        "hidden_size": hidden,
+        "num_hidden_layers": args.layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "q_lora_rank": q_lora,
+        "kv_lora_rank": kv_lora,
+        "qk_nope_head_dim": nope,
+        "qk_rope_head_dim": rope,
+        "v_head_dim": value,
+        "intermediate_size": dense,
+        "moe_intermediate_size": args.moe_width,
         "first_k_dense_replace": 1,
-        "n_routed_experts": experts,
-        "num_experts_per_tok": min(8, experts),
+        "n_routed_experts": args.experts,
+        "num_experts_per_tok": args.active,
         "n_shared_experts": 1,
         "norm_topk_prob": True,
         "routed_scaling_factor": 2.5,
-        "index_topk": 2048,
-        "index_head_dim": 128,
-        "index_n_heads": 32,
+        "index_topk": args.index_topk,
+        "index_head_dim": index_head,
+        "index_n_heads": index_heads,
         "index_topk_freq": 4,
         "index_skip_topk_offset": 3,
-        "rope_parameters": {"rope_theta": 8000000.0, "rope_type": "default"},
-        "max_position_embeddings": 1048576,
+        "rope_parameters": {"rope_theta": theta, "rope_type": "default"},
+        "max_position_embeddings": positions,
         "rms_norm_eps": 1e-5,
         "tie_word_embeddings": False,
         "eos_token_id": [0],
         "dtype": "bfloat16",
-    }
-
-
-def small(layers, experts, vocab, hidden=512, moe_width=512, active=8, index_topk=512):
-    """The same architecture in sizes that a test can bear."""
-    heads = max(1, hidden // 64)
-    return glm_5_2(layers, experts, vocab) | {
-        "hidden_size": hidden,
-        "num_attention_heads": heads,
-        "num_key_value_heads": heads,
-        "q_lora_rank": hidden // 2,
-        "kv_lora_rank": hidden // 4,
-        "qk_nope_head_dim": 64,
-        "qk_rope_head_dim": 32,
-        "v_head_dim": 64,
-        "intermediate_size": 4 * hidden,
-        "moe_intermediate_size": moe_width,
-        "num_experts_per_tok": active,
-        "index_topk": index_topk,
-        "index_head_dim": 64,
-        "index_n_heads": 16,
-        "rope_parameters": {"rope_theta": 1000000.0, "rope_type": "default"},
-        "max_position_embeddings": 131072,
     }
