@@ -15,8 +15,11 @@ EMBEDDED_SNAPSHOT = Path(__file__).resolve().parent / "models" / "tiny"
 
 VARIABLES = (
     "SNAP SCORE PROMPT REF REPLAY TF REPORT NGEN CTX CHAT THINK PREFIX "
-    "TEMP NUCLEUS SEED RAM_GB PREFILL_CHUNK TOPK TOPP EXACT TERM"
+    "TEMP NUCLEUS SEED RAM_GB PREFILL_CHUNK TOPK TOPP EXACT KERNELS THREADS XDG_CACHE_HOME TERM"
 ).split()
+
+# What may run the arithmetic; a test holds this and kernels/dispatch.py equal, for torch is slow to import here.
+KERNELS = ("native", "reference", "avx512vnni", "avx512", "avx2", "portable")
 
 # A mode of the C engine that is not there yet: to run another one instead would be worse than to refuse.
 NOT_YET = "not built yet"
@@ -42,7 +45,7 @@ C_ENGINE = (
     ("CACHE_ROUTE ROUTE_J ROUTE_M ROUTE_P ROUTE_ALPHA ROUTE_AGREE", "ignored", "the cache never changes a route"),
     ("NOPACK LOOKA ROUTE_TRACE MTP_PRENORM MTP_SWAP MTP_DEBUG", "ignored", "an experiment of the C engine"),
     ("REF_FORCE COLI_POLICY", "ignored", "a safeguard of the C engine; here lossy switches are announced"),
-    ("COLI_NO_OMP_TUNE COLI_OMP_TUNED", "ignored", "threads are torch's"),
+    ("COLI_NO_OMP_TUNE COLI_OMP_TUNED", "ignored", "there is no OpenMP; THREADS sets the threads"),
     ("COLI_CUDA COLI_GPU COLI_GPUS CUDA_DENSE CUDA_EXPERT_GB CUDA_RELEASE_HOST COLI_METAL", "ignored", CPU_ONLY),
 )
 IGNORED = {name: (status, why) for names, status, why in C_ENGINE for name in names.split()}
@@ -85,6 +88,9 @@ class Settings:
     topk: int  # 0 = as many experts a token as config.json says
     topp: float  # 0 = all of them
     exact: bool  # activations stay float32 where weights are integers
+    kernels: str | None  # None = the best of this processor
+    threads: int  # 0 = as many as the process may keep busy
+    cache: Path  # where what can be made again is kept: compiled kernels
     dumb: bool  # from TERM: the terminal cannot move its cursor
     cap: int
     expert_bits: int
@@ -120,6 +126,9 @@ class Settings:
             topk=read.whole("TOPK", 0, 0, 65536),
             topp=read.number("TOPP", 0.0, 0.0, 1.0),
             exact=read.flag("EXACT", False),
+            kernels=read.one_of("KERNELS", KERNELS),
+            threads=read.whole("THREADS", 0, 0, 256),
+            cache=Path(read.path("XDG_CACHE_HOME") or Path.home() / ".cache") / "colibri.py",
             dumb=read.path("TERM") in (None, "dumb"),
             cap=read_whole("cap", cap, 0, 1 << 20),
             expert_bits=read_bits("expert_bits", expert_bits),
@@ -158,6 +167,12 @@ class EnvironReader:
 
     def present(self, name):
         return name in self.environ
+
+    def one_of(self, name, words):
+        value = self.environ.get(name) or None
+        if value is not None and value not in words:
+            raise Refused(f"{name}={value!r}: expected {', '.join(words[:-1])} or {words[-1]}")
+        return value
 
     def flag(self, name, default):
         value = self.environ.get(name, "")

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from engine.plan import Plan, make_plan
 from forward.model import Model
+from kernels import dispatch
 from kernels.packing import GROUP
 from snapshot.config import ModelConfig, read_config
 from snapshot.errors import Refused
@@ -46,6 +47,7 @@ class Loaded(Opened):
     """The same with the model, ready to run."""
 
     model: Model
+    kernels: str  # which run, in one line for stderr
 
 
 def check_folder(settings):
@@ -87,9 +89,12 @@ def tokenizer_bytes(folder):
 def load_model(settings, opened=None):
     """An opened snapshot (by default settings.snap) -> Loaded: read the resident weights, set up the expert cache."""
     opened = opened or open_snapshot(settings)
+    kernels = dispatch.start(settings.kernels, settings.cache / "kernels", settings.threads)
     weights = opened.resident.load(opened.reader, settings.dense_bits, settings.exact)
     experts = ExpertCache(opened.config, opened.disk, opened.plan.num_slots, settings.expert_bits, settings.exact)
-    return Loaded(**vars(opened), model=Model(opened.config, weights, experts, opened.plan.prefill_chunk))
+    return Loaded(
+        **vars(opened), model=Model(opened.config, weights, experts, opened.plan.prefill_chunk), kernels=kernels
+    )
 
 
 def reduce_experts(settings, config):

@@ -1,8 +1,8 @@
 """Bytes a forward pass needs beside its weights, next to the shapes it counts."""
 
-from forward.attention import indexer, mla
+from forward.attention import indexer
 from forward.lm_head import LOGIT_ROWS
-from kernels.reference import WIDEN_BYTES
+from kernels.reference import BLOCK_BYTES, WIDEN_BYTES
 
 
 def scratch_bytes(config, chunk_rows, capacity):
@@ -19,7 +19,7 @@ def scratch_bytes(config, chunk_rows, capacity):
     widest = max(c.intermediate_size, c.moe_intermediate_size * c.num_shared_experts)
     moe = 3 * widest + 3 * c.hidden_size
     kv_b = c.num_heads * (c.nope_head_dim + c.v_head_dim) * c.kv_lora_rank
-    blocks = 3 * max(indexer.BLOCK_BYTES, mla.BLOCK_BYTES)
+    blocks = 3 * max(indexer.BLOCK_BYTES, BLOCK_BYTES)
     selection = 8 * rows * min(c.index_topk, capacity)
     full_scores = 4 * rows * c.num_heads * capacity  # small models never reach the block size
     logits = 6 * c.vocab_size * LOGIT_ROWS + 16 * c.vocab_size  # float32, a mask and a bit; one row in float64

@@ -1,6 +1,7 @@
 """The gated MLP: dense layers, shared experts and routed experts alike."""
 
-from kernels.reference import linear, silu_product
+from kernels.dispatch import linear
+from kernels.reference import silu_product
 
 
 def mlp(x, gate, up, down):

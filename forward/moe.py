@@ -1,12 +1,12 @@
-"""A sparse layer: route, ask the cache, add the experts' outputs in ascending id, add the shared expert.
+"""Mixture of experts: route, ask the cache, add weighted expert outputs in ascending expert order, add the shared one.
 
-The cache hands out matrices; where they were a moment ago is none of this file's business.
+The cache is asked for expert ids and gives matrices; where they were, this file never learns.
 """
 
 import torch
-import torch.nn.functional as F
 
 from forward.mlp import mlp
+from kernels.dispatch import add_experts, linear
 from kernels.reference import route_sigmoid
 
 
@@ -18,13 +18,13 @@ def moe(model, layer, weights, x):
         chosen, shares = chosen[rows, column], shares[rows, column]
         order = chosen.argsort(stable=True)  # assignments grouped by expert, rows ascending within
         experts, counts = chosen.unique(return_counts=True)
-        row_groups = rows[order].split(counts.tolist())
-        share_groups = shares[order].split(counts.tolist())
-        out = torch.zeros_like(x)
-    stream = model.experts.stream(layer, experts.tolist())
-    for (_, matrices), rows, share in zip(stream, row_groups, share_groups, strict=True):
+        rows, shares = rows[order], shares[order]
+        starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+        out, at = torch.zeros_like(x), 0
+    for batch in model.experts.batches(layer, experts.tolist()):
         with model.profile.measure("expert-matmul"):
-            out.index_add_(0, rows, mlp(x[rows], *matrices) * share[:, None])
+            add_experts(out, x, [three for _, three in batch], starts[at : at + len(batch) + 1], rows, shares)
+            at += len(batch)
     with model.profile.measure("expert-matmul"):
         shared = weights.shared
         return out + mlp(x, shared.gate, shared.up, shared.down)
@@ -33,7 +33,7 @@ def moe(model, layer, weights, x):
 def route(config, weights, x):
     """x [T, D] -> (expert ids [T, A] ascending, weights [T, A]); the router works in float32."""
     return route_sigmoid(
-        F.linear(x, weights.router),
+        linear(x, weights.router),
         weights.router_bias,
         config.num_active_experts,
         config.num_groups,

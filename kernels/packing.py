@@ -12,7 +12,7 @@ docs/formats.md describes each format byte by byte. A matrix [out, in] is row-ma
 An integer format has one scale for a row ("int4-row") or for each group of columns of it ("int4-g64").
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -96,6 +96,7 @@ class Weight:
     format: Format
     scales: torch.Tensor | None = None  # format.scale_shape, float32 or float16
     exact: bool = False
+    native: object = field(default=None, compare=False, repr=False)  # kernels/native.py keeps its view of it here
 
     @property
     def rows(self):

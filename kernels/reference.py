@@ -13,6 +13,8 @@ from kernels.packing import GROUP
 # A matrix is widened to float32 a block of rows at a time: the output head of a large model costs no second copy. Small
 # blocks are also faster, for they stay in the cache and malloc does not map each of them anew.
 WIDEN_BYTES = 4 << 20
+# Scores, or gathered latents, of one block of rows of attention stay below this.
+BLOCK_BYTES = 64 << 20
 
 
 def linear(x, weight, bias=None):
@@ -26,6 +28,19 @@ def linear(x, weight, bias=None):
     for start in range(0, weight.rows, step):
         out[:, start : start + step] = F.linear(x, weight.widen(start, start + step))
     return out if bias is None else out + bias
+
+
+def add_experts(out, x, experts, starts, rows, shares):
+    """Add the gated MLPs of some experts to out [T, D], in their order -> out.
+
+    experts: (gate, up, down) Weights of each. Expert e works on rows[starts[e] : starts[e + 1]] of x [T, D], and what
+    it gives is added times `shares` of the same places.
+    """
+    for (gate, up, down), start, stop in zip(experts, starts[:-1].tolist(), starts[1:].tolist(), strict=True):
+        at = rows[start:stop]
+        hidden = silu_product(linear(x[at], gate), linear(x[at], up))
+        out.index_add_(0, at, linear(hidden, down) * shares[start:stop, None])
+    return out
 
 
 def round_activations(x):
@@ -124,6 +139,34 @@ def index_scores(queries, head_weights, keys):
     T, H, D = queries.shape
     scores = (queries.reshape(T * H, D) @ keys.T).relu_().view(T, H, -1) * D**-0.5
     return torch.einsum("th,ths->ts", head_weights, scores)
+
+
+def absorbed_attention(queries, kv_b, latents, rope_keys, position, selection, value_dim, scale):
+    """Multi-head latent attention of T new rows of one sequence, straight over the cached latents.
+
+    queries [T, H, N + R], the rotary part rotated; kv_b Weight [H * (N + V), L], for each head N key rows and V value
+    rows; latents [S, L] and rope_keys [S, R] of all positions, the new ones included. Row t is position `position` + t
+    and sees the positions up to its own, or those of selection [T, K] (ascending, -1 where there are fewer).
+    -> [T, H, V]. q . (Wk l) = (q Wk) . l, and sum p Wv l = Wv sum p l: one key for all heads.
+    """
+    T, H = queries.shape[:2]
+    R, L = rope_keys.shape[1], latents.shape[1]
+    N = queries.shape[2] - R
+    weights = kv_b.widen().view(H, N + value_dim, L)
+    q_latent = torch.einsum("thn,hnl->thl", queries[..., :N], weights[:, :N])
+    num_keys = len(latents) if selection is None else selection.shape[1]
+    row_floats = H * num_keys if selection is None else num_keys * (L + R + H)
+    step, mixed = max(1, BLOCK_BYTES // (4 * row_floats)), torch.empty_like(q_latent)
+    for start in range(0, T, step):
+        rows = slice(start, start + step)
+        if selection is None:
+            keys = latents, rope_keys
+            allowed = torch.arange(num_keys) <= torch.arange(position + start, position + min(start + step, T))[:, None]
+        else:
+            chosen = selection[rows].clamp_min(0)
+            keys, allowed = (latents[chosen], rope_keys[chosen]), selection[rows] >= 0
+        mixed[rows] = latent_attention(q_latent[rows], queries[rows, :, N:], *keys, allowed, scale)
+    return torch.einsum("thl,hvl->thv", mixed, weights[:, N:])
 
 
 def latent_attention(q_latent, q_rope, latents, rope_keys, allowed, scale):

@@ -19,6 +19,7 @@ class Run:
 
     def __init__(self, mode, loaded):
         self.mode, self.loaded, self.model = mode, loaded, loaded.model
+        say(loaded.kernels)
         self.counters = DecodeCounters()
         self.num_prompt_ids = 0
         self.started = time.perf_counter()

@@ -65,25 +65,32 @@ class ExpertCache:
         """Count from here on; what is resident stays."""
         self.counters = CacheCounters()
 
-    def stream(self, layer, experts):
-        """Yield (expert, (gate, up, down)) for ascending distinct `experts`.
+    def batches(self, layer, experts):
+        """Yield lists of (expert, (gate, up, down)) that cover ascending distinct `experts` in order.
 
-        The matrices are good until the next one is asked for. An expert that is still to come in this call is not
-        evicted while another can be; when all are still to come, the one needed last goes.
+        The matrices of a list are good until the next one is asked for. All come in one list when they have slots;
+        otherwise half of the slots hold a list, and the others what is still to come. An expert that is still to come
+        is not evicted while another can be; when all others are still to come, the one needed last goes.
         """
-        resident, waiting = self.resident[layer], set(experts)
-        for expert in experts:
-            waiting.discard(expert)
-            if expert in resident:
-                self.counters.hits += 1
-                resident.move_to_end(expert)
-            else:
-                self.counters.misses += 1
-                slot = self.take_slot(layer, waiting)
-                started = time.perf_counter()
-                resident[expert] = slot, self.load(layer, expert, slot)
-                self.counters.wait_seconds += time.perf_counter() - started
-            yield expert, resident[expert][1]
+        size = self.num_slots if len(experts) <= self.num_slots else max(1, self.num_slots // 2)
+        for start in range(0, len(experts), size):
+            batch = experts[start : start + size]
+            waiting = set(experts[start:])
+            yield [(expert, self.get(layer, expert, waiting)) for expert in batch]
+
+    def get(self, layer, expert, waiting):
+        """The matrices of one expert, read when they are not there. Those `waiting` are wanted in this call."""
+        resident = self.resident[layer]
+        if expert in resident:
+            self.counters.hits += 1
+            resident.move_to_end(expert)
+        else:
+            self.counters.misses += 1
+            slot = self.take_slot(layer, waiting)
+            started = time.perf_counter()
+            resident[expert] = slot, self.load(layer, expert, slot)
+            self.counters.wait_seconds += time.perf_counter() - started
+        return resident[expert][1]
 
     def take_slot(self, layer, waiting):
         """A free slot of the layer, or that of the expert to evict."""

@@ -8,7 +8,17 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.packing import DTYPES, Weight, empty_packed, grouped, pack_rows, packed_bytes, row_blocks, view_weight
+from kernels.packing import (
+    DTYPES,
+    FLOATS,
+    Weight,
+    empty_packed,
+    grouped,
+    pack_rows,
+    packed_bytes,
+    row_blocks,
+    view_weight,
+)
 from snapshot.errors import Refused
 from snapshot.formats import StoredWeight, find_weight
 
@@ -47,7 +57,7 @@ class MlpWeights:
 
 @dataclass(frozen=True, slots=True)
 class MoeWeights:
-    router: torch.Tensor  # [experts, hidden] float32
+    router: Weight  # [experts, hidden], float32
     router_bias: torch.Tensor  # [experts] float32, takes part in the choice alone
     shared: MlpWeights
 
@@ -163,7 +173,8 @@ class ResidentTensors:
         loaded = {}
         for name, stored in sorted(self.stored.items(), key=lambda item: place_of(item[1])):
             if not isinstance(stored, StoredWeight):
-                loaded[name] = read_tensor(reader, stored).float()
+                tensor = read_tensor(reader, stored).float()
+                loaded[name] = Weight(tensor, tensor.shape[1], FLOATS["F32"]) if tensor.dim() == 2 else tensor
             elif self.packs(stored, bits):
                 loaded[name] = read_packed(reader, stored, bits, exact)
             else:

@@ -15,10 +15,15 @@ def cache_of(load):
     return lambda cap, **options: load(FIXTURES / "glm_moe_dsa", cap=cap, **options).model.experts
 
 
+def everything(cache, experts, layer=LAYER):
+    """(expert, matrices) one after the other, while they are good."""
+    return (one for batch in cache.batches(layer, experts) for one in batch)
+
+
 def ask(cache, experts, layer=LAYER):
     """Ask for experts -> the hits and misses that cost."""
     before = cache.counters.hits, cache.counters.misses
-    for expert, matrices in cache.stream(layer, experts):
+    for expert, matrices in everything(cache, experts, layer):
         assert [m.rows for m in matrices] == [32, 32, 64] and expert in experts
     return cache.counters.hits - before[0], cache.counters.misses - before[1]
 
@@ -60,7 +65,7 @@ def test_matrices_are_the_bytes_of_the_file(cache_of, cap):
     cache = cache_of(cap)
     tensors = safetensors.torch.load_file(FIXTURES / "glm_moe_dsa" / "model.safetensors")
     for experts in ([0, 3, 7], [1, 3, 5, 6], [0, 7]):
-        for expert, matrices in cache.stream(LAYER, experts):
+        for expert, matrices in everything(cache, experts):
             for word, matrix in zip(("gate", "up", "down"), matrices, strict=True):
                 name = f"model.layers.{LAYER}.mlp.experts.{expert}.{word}_proj.weight"
                 assert torch.equal(matrix.data, tensors[name])
@@ -81,7 +86,7 @@ def test_packed_slots_hold_what_packing_the_file_gives(cache_of, bits):
 
     cache = cache_of(1, expert_bits=bits)
     tensors = safetensors.torch.load_file(FIXTURES / "glm_moe_dsa" / "model.safetensors")
-    for expert, matrices in cache.stream(LAYER, [2, 5]):
+    for expert, matrices in everything(cache, [2, 5]):
         for word, matrix in zip(("gate", "up", "down"), matrices, strict=True):
             stored = tensors[f"model.layers.{LAYER}.mlp.experts.{expert}.{word}_proj.weight"]
             assert torch.equal(matrix.widen(), pack(stored.float(), grouped(bits)).widen())

@@ -50,6 +50,8 @@ def test_one_wrong_id_is_exit_1(run_colibri, tmp_path, mode):
 @pytest.mark.parametrize("name", ORACLES)
 @pytest.mark.parametrize("fused", [False, True], ids=["hub", "fused"])
 def test_check_and_tf_on_every_fixture(run_colibri, oracle_folder, tmp_path, name, fused):
+    if fused and name == "glm_moe_dsa_fp8":
+        pytest.skip("FP8 is published unfused")
     folder = write_fused(oracle_folder(name), tmp_path / "fused") if fused else oracle_folder(name)
     check, tf = run_colibri(SNAP=folder), run_colibri("2", SNAP=folder, TF=1)
     assert check.returncode == tf.returncode == 0, check.stderr + tf.stderr
@@ -199,7 +201,13 @@ def test_non_ascii_prompts_under_the_c_locale(run_colibri):
 
 
 def test_ctrl_c_ends_cleanly_with_the_statistics():
-    environ = {"PATH": os.environ["PATH"], "PROMPT": "In the beginning", "NGEN": "900", "TEMP": "0.9"}
+    environ = {
+        "PATH": os.environ["PATH"],
+        "PROMPT": "In the beginning",
+        "NGEN": "900",
+        "SEED": "1",
+        "KERNELS": "reference",
+    }
     process = subprocess.Popen(
         [sys.executable, str(ROOT / "colibri.py")], env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
@@ -212,7 +220,13 @@ def test_ctrl_c_ends_cleanly_with_the_statistics():
 
 
 def test_sigterm_ends_as_ctrl_c_does():
-    environ = {"PATH": os.environ["PATH"], "PROMPT": "In the beginning", "NGEN": "900", "TEMP": "0.9"}
+    environ = {
+        "PATH": os.environ["PATH"],
+        "PROMPT": "In the beginning",
+        "NGEN": "900",
+        "SEED": "1",
+        "KERNELS": "reference",
+    }
     process = subprocess.Popen(
         [sys.executable, str(ROOT / "colibri.py")], env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
@@ -295,7 +309,7 @@ def test_a_full_disk_behind_stdout_is_one_line(variables):
 
 
 def test_ctrl_c_while_the_prompt_is_read_in():
-    environ = {"PATH": os.environ["PATH"], "PROMPT": "the king " * 480, "PREFILL_CHUNK": "8", "CTX": "1024"}
+    environ = {"PATH": os.environ["PATH"], "PROMPT": "the king " * 480, "PREFILL_CHUNK": "8", "KERNELS": "reference"}
     process = subprocess.Popen(
         [sys.executable, str(ROOT / "colibri.py")], env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )

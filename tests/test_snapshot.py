@@ -196,7 +196,7 @@ def test_a_file_that_shrinks_while_it_is_read(folder, load):
     experts = loaded.model.experts
     os.truncate(folder / "model.safetensors", 600_000)
     with pytest.raises(Refused, match="inside expert 7 of layer 4; download it again"):
-        list(experts.stream(4, [7]))
+        list(experts.batches(4, [7]))
     assert len(experts.free[4]) == 1
 
 

@@ -6,7 +6,8 @@ selected, and that is written as None.
 
 import torch
 
-from kernels.reference import index_scores, layer_norm, linear, rope_interleaved, top_k_indices
+from kernels.dispatch import index_scores, linear
+from kernels.reference import layer_norm, rope_interleaved, top_k_indices
 
 # Index scores of one block of rows, heads included, stay below this.
 BLOCK_BYTES = 64 << 20

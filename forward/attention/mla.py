@@ -1,16 +1,13 @@
 """Multi-head latent attention, absorbed: queries are taken into the latent space, so the cache is read as it lies.
 
-kv_b is split per head into the key part Wk [N, L] and the value part Wv [V, L]: q . (Wk l) = (q Wk) . l, and
-sum p Wv l = Wv sum p l. T rows, S positions, H heads, N nope width, R rotary width, L latent width, V value width.
+T rows, H heads, N nope width, R rotary width, L latent width, V value width.
 """
 
 import torch
 
 from forward.attention.indexer import select
-from kernels.reference import latent_attention, linear, rms_norm, rope_interleaved
-
-# Scores, or gathered latents, of one block of rows stay below this.
-BLOCK_BYTES = 64 << 20
+from kernels.dispatch import absorbed_attention, linear
+from kernels.reference import rms_norm, rope_interleaved
 
 
 def mla(config, layer, weights, indexer, x, chunk, selections):
@@ -25,42 +22,16 @@ def mla(config, layer, weights, indexer, x, chunk, selections):
     )
     query_latent = rms_norm(linear(x, weights.q_a, weights.q_a_bias), weights.q_a_norm, config.latent_norm_eps)
     queries = linear(query_latent, weights.q_b).view(-1, H, N + R)
-    q_rope = rope_interleaved(queries[..., N:], chunk.cos, chunk.sin)
+    queries[..., N:] = rope_interleaved(queries[..., N:], chunk.cos, chunk.sin)
     compressed = linear(x, weights.kv_a, weights.kv_a_bias)
     latents = rms_norm(compressed[:, :L], weights.kv_a_norm, config.latent_norm_eps)
     rope_keys = rope_interleaved(compressed[:, L:], chunk.cos, chunk.sin)
     if indexer is not None:
         selections = select(config, layer, indexer, x, query_latent, chunk)
 
-    kv_b = weights.kv_b.widen().view(H, N + V, L)
-    q_latent = torch.einsum("thn,hnl->thl", queries[..., :N], kv_b[:, :N])
-    mixed = torch.empty_like(q_latent)  # [T, H, L]
+    out, scale = torch.empty(len(x), H, V), config.qk_head_dim**-0.5
     for segment, selection in zip(chunk.segments, selections, strict=True):
         rows = segment.rows
         known = segment.kv.bind(layer).append(latents[rows], rope_keys[rows])
-        mixed[rows] = attend(q_latent[rows], q_rope[rows], *known, segment.positions, selection, config.qk_head_dim)
-    out = torch.einsum("thl,hvl->thv", mixed, kv_b[:, N:]).reshape(-1, H * V)
-    return linear(out, weights.o, weights.o_bias), selections
-
-
-def attend(q_latent, q_rope, latents, rope_keys, positions, selection, qk_head_dim):
-    """One sequence: q_latent [T, H, L], latents [S, L] -> [T, H, L], a block of rows at a time."""
-    H, L = q_latent.shape[1:]
-    num_keys, row_floats = len(latents), H * len(latents)
-    if selection is not None:
-        num_keys = selection.shape[1]
-        row_floats = num_keys * (L + rope_keys.shape[1] + H)
-    step = max(1, BLOCK_BYTES // (4 * row_floats))
-    out = []
-    for start in range(0, len(q_latent), step):
-        block = slice(start, start + step)
-        if selection is None:
-            keys = (latents, rope_keys)
-            allowed = torch.arange(num_keys) <= positions[block, None]
-        else:
-            chosen = selection[block]
-            allowed = chosen >= 0
-            chosen = chosen.clamp_min(0)
-            keys = (latents[chosen], rope_keys[chosen])
-        out.append(latent_attention(q_latent[block], q_rope[block], *keys, allowed, qk_head_dim**-0.5))
-    return torch.cat(out)
+        out[rows] = absorbed_attention(queries[rows], weights.kv_b, *known, segment.first, selection, V, scale)
+    return linear(out.view(-1, H * V), weights.o, weights.o_bias), selections

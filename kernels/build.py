@@ -1,0 +1,126 @@
+"""Compiles csrc/ into a shared library, at first use or by `make native`, and finds it again.
+
+A library's name is made from its sources, the compiler and the set of instructions, so a stale one is never loaded. It
+lives in a folder that must be the user's own, for whoever may write there decides what the engine runs.
+"""
+
+import fcntl
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from contextlib import contextmanager
+from pathlib import Path
+
+SOURCES = Path(__file__).resolve().parent / "csrc"
+FILES = ("kernels.c", "pool.c", "library.c")
+FLAGS = ("-std=c11", "-O3", "-ffp-contract=off", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden", "-w")
+# The sets of instructions, the best first, each by the features it needs, in the words of the compiler.
+AVX2 = ("avx2", "fma", "f16c")
+AVX512 = (*AVX2, "avx512f", "avx512bw", "avx512dq", "avx512vl")
+VARIANTS = {"avx512vnni": (*AVX512, "avx512vnni"), "avx512": AVX512, "avx2": AVX2, "portable": ()}
+COMPILE_SECONDS = 300
+
+
+class BuildError(Exception):
+    """There is no library, and why, in one line."""
+
+
+def processor_flags():
+    """What /proc/cpuinfo says the processor can do; empty where there is none."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return set()
+    flags = next((line for line in lines if line.startswith(("flags", "Features"))), ":")
+    return set(flags.partition(":")[2].replace("avx512_", "avx512").split())
+
+
+def best_variant():
+    """The fastest set of instructions of this processor."""
+    has = processor_flags()
+    return next(name for name, needs in VARIANTS.items() if has.issuperset(needs))
+
+
+def compilers():
+    """Commands that may compile C, in the order in which they are tried."""
+    found = [[path] for path in map(shutil.which, ("cc", "gcc", "clang")) if path]
+    return [*found, [sys.executable, "-m", "ziglang", "cc"]]
+
+
+def find_library(folder, variant, compiler=None, extra=()):
+    """The library for a set of instructions in `folder`, compiled if it is not there -> Path; or BuildError."""
+    check_own(folder)
+    problems = []
+    for command in [compiler] if compiler else compilers():
+        version = compiler_version(command)
+        if version is None:
+            continue
+        path = folder / f"kernels-{variant}-{source_hash(command, version, variant, extra)}.so"
+        with locked(folder):  # a second process waits for the first, and finds what it made
+            if path.exists() or compile_into(path, command, variant, extra, problems):
+                return path
+    raise BuildError(problems[0] if problems else "no C compiler was found (cc, gcc, clang, or pip install ziglang)")
+
+
+def compile_into(path, command, variant, extra, problems):
+    """Compile under another name, then rename -> whether it worked."""
+    handle, partial = tempfile.mkstemp(dir=path.parent, suffix=".partial")
+    os.close(handle)
+    flags = [f"-m{feature}" for feature in VARIANTS[variant]]
+    define = [f"-DNAME={variant}", f"-D{variant.upper()}"]
+    sources = [str(SOURCES / file) for file in FILES]
+    try:
+        line = [*command, *FLAGS, *flags, *define, *extra, *sources, "-o", partial, "-lm"]
+        done = subprocess.run(line, capture_output=True, text=True, timeout=COMPILE_SECONDS, errors="replace")
+        if done.returncode == 0:
+            os.chmod(partial, 0o700)
+            os.replace(partial, path)
+            return True
+        words = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[-200:])
+        problems.append(f"{' '.join(command)} failed: {words}")
+    except (OSError, subprocess.SubprocessError) as error:
+        problems.append(f"{' '.join(command)} failed: {error}")
+    finally:
+        if os.path.exists(partial):
+            os.unlink(partial)
+    return False
+
+
+def compiler_version(command):
+    try:
+        done = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=60, errors="replace")
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout if done.returncode == 0 else None
+
+
+def source_hash(command, version, variant, extra):
+    """Twenty digits that change with a source, the compiler, the flags or the kind of machine."""
+    digest = hashlib.sha256()
+    for path in sorted(SOURCES.iterdir()):
+        digest.update(path.name.encode() + path.read_bytes())
+    flags = (*FLAGS, *VARIANTS[variant], *extra)
+    digest.update(repr((command, version, flags, platform.machine(), sys.platform)).encode())
+    return digest.hexdigest()[:20]
+
+
+def check_own(folder):
+    """Make the folder; refuse one that another user owns or may write to."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        state = folder.stat()
+    except OSError as error:
+        raise BuildError(f"{folder}: {error.strerror}") from None
+    if state.st_uid != os.getuid() or state.st_mode & 0o022:
+        raise BuildError(f"{folder}: is not yours alone (chmod go-w, or set XDG_CACHE_HOME)")
+
+
+@contextmanager
+def locked(folder):
+    with open(folder / "build.lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

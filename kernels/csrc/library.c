@@ -1,0 +1,33 @@
+/* The door of the library. */
+#include "colibri.h"
+#include "pool.h"
+
+#define JOIN_(a, b) a##b
+#define JOIN(a, b) JOIN_(a, b)
+#define EXPORT __attribute__((visibility("default")))
+extern const kernels_t JOIN(kernels_, NAME);
+
+/* The kernels, or NULL where this processor lacks the instructions they were compiled for. */
+EXPORT const kernels_t *colibri_kernels(void) {
+#if defined(AVX512VNNI) || defined(AVX512) || defined(AVX2)
+    __builtin_cpu_init();
+    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return 0;
+#endif
+#if defined(AVX512VNNI) || defined(AVX512)
+    if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
+        !__builtin_cpu_supports("avx512dq") || !__builtin_cpu_supports("avx512vl")) return 0;
+#endif
+#if defined(AVX512VNNI)
+    if (!__builtin_cpu_supports("avx512vnni")) return 0;
+#endif
+    return &JOIN(kernels_, NAME);
+}
+
+EXPORT void colibri_set_threads(int threads) { set_threads(threads); }
+
+/* Sizes of the structs, so that the Python side can check that it mirrors them. */
+EXPORT int colibri_size(int i) {
+    const int sizes[] = {sizeof(weight_t), sizeof(linear_t), sizeof(experts_t), sizeof(mla_t), sizeof(index_t),
+                         sizeof(kernels_t)};
+    return i >= 0 && i < 6 ? sizes[i] : 0;
+}

@@ -1,0 +1,134 @@
+/* A small pool of threads. Work is handed out in pieces from a counter: on a shared machine a thread may be 20 times slower
+ * than another for a moment, and an even split would wait for it. Idle threads watch for work a few microseconds, then
+ * sleep. One job at a time; a caller that finds the pool busy does its pieces alone. */
+#define _GNU_SOURCE
+#include "pool.h"
+
+#include <pthread.h>
+#include <sched.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define MAX_THREADS 256
+#define WATCH 4000                 /* looks at the counter before going to sleep */
+#define STACK_BYTES (1 << 20)
+
+static pthread_mutex_t owner = PTHREAD_MUTEX_INITIALIZER; /* held by the caller whose job it is */
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static pthread_cond_t wake = PTHREAD_COND_INITIALIZER;
+static int workers, sleeping;
+static atomic_uint open_job;       /* number of the job that workers may join, 0 = none */
+static atomic_int inside;          /* workers that have joined, or are about to look whether they may */
+static piece_t job_work;
+static void *job_context;
+static int64_t job_pieces;
+static atomic_int_fast64_t next_piece;
+static pthread_once_t once = PTHREAD_ONCE_INIT;
+
+static inline void pause_briefly(void) {
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#endif
+}
+
+static void take_pieces(piece_t work, void *context, int64_t pieces) {
+    for (;;) {
+        int64_t piece = atomic_fetch_add_explicit(&next_piece, 1, memory_order_relaxed);
+        if (piece >= pieces) return;
+        work(context, piece);
+    }
+}
+
+static int is_new(unsigned seen) {
+    unsigned now = atomic_load(&open_job);
+    return now && now != seen;
+}
+
+static void *worker(void *unused) {
+    (void)unused;
+    unsigned seen = 0;
+    for (;;) {
+        for (int i = 0; i < WATCH && !is_new(seen); i++) pause_briefly();
+        if (!is_new(seen)) {
+            pthread_mutex_lock(&lock);
+            sleeping++;
+            while (!is_new(seen)) pthread_cond_wait(&wake, &lock);
+            sleeping--;
+            pthread_mutex_unlock(&lock);
+        }
+        /* First come in, then look: the caller closes the job first and then waits for those inside. So it never waits for
+         * a worker that the system has put aside before it took a piece. */
+        atomic_fetch_add(&inside, 1);
+        unsigned now = atomic_load(&open_job);
+        if (now && now != seen) {
+            seen = now;
+            take_pieces(job_work, job_context, job_pieces);
+        }
+        atomic_fetch_sub(&inside, 1);
+    }
+    return NULL;
+}
+
+/* A forked child has no workers: it goes on alone. */
+static void in_child(void) {
+    workers = sleeping = 0;
+    atomic_store(&inside, 0);
+    pthread_mutex_init(&owner, NULL);
+    pthread_mutex_init(&lock, NULL);
+}
+static void watch_forks(void) { pthread_atfork(NULL, NULL, in_child); }
+
+/* Work on `threads` threads from now on, the caller's included. Threads are never taken away: more than `workers` + 1 starts
+ * some, fewer leaves the rest asleep. */
+static int wanted = 1;
+void set_threads(int threads) {
+    pthread_once(&once, watch_forks);
+    pthread_mutex_lock(&owner);
+    wanted = threads < 1 ? 1 : threads > MAX_THREADS ? MAX_THREADS : threads;
+    while (workers < wanted - 1) {
+        pthread_attr_t attributes;
+        pthread_t thread;
+        pthread_attr_init(&attributes);
+        pthread_attr_setstacksize(&attributes, STACK_BYTES);
+        pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
+        int failed = pthread_create(&thread, &attributes, worker, NULL);
+        pthread_attr_destroy(&attributes);
+        if (failed) break;
+        workers++;
+    }
+    pthread_mutex_unlock(&owner);
+}
+
+void run_pieces(piece_t work, void *context, int64_t pieces) {
+    if (pieces < 2 || wanted < 2 || !workers || pthread_mutex_trylock(&owner)) {
+        for (int64_t piece = 0; piece < pieces; piece++) work(context, piece);
+        return;
+    }
+    static unsigned last;
+    job_work = work, job_context = context, job_pieces = pieces;
+    atomic_store(&next_piece, 0);
+    last = last + 1 ? last + 1 : 1;
+    pthread_mutex_lock(&lock);
+    atomic_store(&open_job, last);
+    if (sleeping) pthread_cond_broadcast(&wake);
+    pthread_mutex_unlock(&lock);
+    take_pieces(work, context, pieces);
+    atomic_store(&open_job, 0);
+    for (int i = 0; atomic_load(&inside); i++)
+        if (i < WATCH) pause_briefly(); else sched_yield();
+    pthread_mutex_unlock(&owner);
+}
+
+/* Memory of the calling thread, at least so large, kept for its next call. NULL when there is none. */
+void *thread_scratch(int64_t bytes) {
+    static _Thread_local void *memory;
+    static _Thread_local int64_t size;
+    if (bytes > size) {
+        free(memory);
+        size = 0;
+        if (posix_memalign(&memory, 64, (size_t)bytes)) return memory = NULL;
+        size = bytes;
+    }
+    return memory;
+}

@@ -1,0 +1,5 @@
+#pragma once
+#include "colibri.h"
+
+void set_threads(int threads);
+void *thread_scratch(int64_t bytes);

@@ -1,0 +1,425 @@
+/* Vectors of 16 lanes, the same on every processor: floats, int32 and 64 bytes.
+ *
+ * Every kernel is written once against these few operations. A lane always does the same arithmetic in the same order
+ * (fused multiply-add included), so results are equal bit by bit whichever set of instructions runs them.
+ *
+ * One of AVX512VNNI, AVX512, AVX2, NEON or none (plain C) is defined by the build for each copy of the kernels.
+ */
+#pragma once
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#define INLINE static inline __attribute__((always_inline))
+
+#if defined(AVX512VNNI) || defined(AVX512)
+#include <immintrin.h>
+
+typedef __m512 vf;
+typedef __m512i vi;
+typedef __m512i vb;
+
+INLINE vf vf_zero(void) { return _mm512_setzero_ps(); }
+INLINE vf vf_set1(float x) { return _mm512_set1_ps(x); }
+INLINE vf vf_load(const float *p) { return _mm512_loadu_ps(p); }
+INLINE void vf_store(float *p, vf x) { _mm512_storeu_ps(p, x); }
+INLINE vf vf_add(vf a, vf b) { return _mm512_add_ps(a, b); }
+INLINE vf vf_sub(vf a, vf b) { return _mm512_sub_ps(a, b); }
+INLINE vf vf_mul(vf a, vf b) { return _mm512_mul_ps(a, b); }
+INLINE vf vf_div(vf a, vf b) { return _mm512_div_ps(a, b); }
+INLINE vf vf_fma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
+INLINE vf vf_max(vf a, vf b) { return _mm512_max_ps(a, b); }
+INLINE vf vf_abs(vf a) { return _mm512_abs_ps(a); }
+INLINE vf vf_load_f16(const uint16_t *p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)); }
+INLINE vf vf_load_bf16(const uint16_t *p) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16));
+}
+INLINE vf vf_load_i8(const int8_t *p) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
+}
+INLINE vf vf_of(vi a) { return _mm512_cvtepi32_ps(a); }
+INLINE vi vi_round(vf a) { return _mm512_cvtps_epi32(a); } /* half to even */
+INLINE vf vf_bits(vi a) { return _mm512_castsi512_ps(a); }
+
+INLINE vi vi_zero(void) { return _mm512_setzero_si512(); }
+INLINE vi vi_set1(int32_t x) { return _mm512_set1_epi32(x); }
+INLINE vi vi_load(const int32_t *p) { return _mm512_loadu_si512(p); }
+INLINE void vi_store(int32_t *p, vi a) { _mm512_storeu_si512(p, a); }
+INLINE vi vi_add(vi a, vi b) { return _mm512_add_epi32(a, b); }
+INLINE vi vi_sub(vi a, vi b) { return _mm512_sub_epi32(a, b); }
+INLINE void vi_store_i8(int8_t *p, vi a) { _mm_storeu_si128((__m128i *)p, _mm512_cvtepi32_epi8(a)); }
+
+INLINE vb vb_load(const uint8_t *p) { return _mm512_loadu_si512(p); }
+INLINE void vb_store(uint8_t *p, vb a) { _mm512_storeu_si512(p, a); }
+INLINE vb vb_and(vb a, uint8_t mask) { return _mm512_and_si512(a, _mm512_set1_epi8((char)mask)); }
+INLINE vb vb_xor(vb a, uint8_t mask) { return _mm512_xor_si512(a, _mm512_set1_epi8((char)mask)); }
+#define vb_shift(a, bits) _mm512_srli_epi16(a, bits) /* bits of the neighbour come in: mask them off */
+
+/* acc + products of unsigned and signed bytes, four to a lane. */
+INLINE vi dot(vi acc, vb u, vb s) {
+#ifdef AVX512VNNI
+    return _mm512_dpbusd_epi32(acc, u, s);
+#else
+    /* Pairs are added with 16 bits: split bytes above 127 off, so that none overflows. */
+    vb low = _mm512_and_si512(u, _mm512_set1_epi8(127));
+    vb high = _mm512_and_si512(_mm512_srli_epi16(u, 7), _mm512_set1_epi8(1));
+    vi a = _mm512_madd_epi16(_mm512_maddubs_epi16(low, s), _mm512_set1_epi16(1));
+    vi b = _mm512_madd_epi16(_mm512_maddubs_epi16(high, s), _mm512_set1_epi16(128));
+    return _mm512_add_epi32(acc, _mm512_add_epi32(a, b));
+#endif
+}
+
+INLINE vi dot7(vi acc, vb u, vb s) { /* the same for unsigned bytes up to 127 */
+#ifdef AVX512VNNI
+    return _mm512_dpbusd_epi32(acc, u, s);
+#else
+    return _mm512_add_epi32(acc, _mm512_madd_epi16(_mm512_maddubs_epi16(u, s), _mm512_set1_epi16(1)));
+#endif
+}
+
+/* Sums of 16 vectors -> one vector, lane k the sum of v[k]. */
+INLINE vi vi_sums(const vi *v) {
+    vi q[4];
+    for (int i = 0; i < 4; i++) {
+        const vi *a = v + 4 * i;
+        vi p0 = _mm512_add_epi32(_mm512_unpacklo_epi32(a[0], a[1]), _mm512_unpackhi_epi32(a[0], a[1]));
+        vi p1 = _mm512_add_epi32(_mm512_unpacklo_epi32(a[2], a[3]), _mm512_unpackhi_epi32(a[2], a[3]));
+        q[i] = _mm512_add_epi32(_mm512_unpacklo_epi64(p0, p1), _mm512_unpackhi_epi64(p0, p1));
+    }
+    vi r0 = _mm512_add_epi32(_mm512_shuffle_i32x4(q[0], q[1], 0x88), _mm512_shuffle_i32x4(q[0], q[1], 0xdd));
+    vi r1 = _mm512_add_epi32(_mm512_shuffle_i32x4(q[2], q[3], 0x88), _mm512_shuffle_i32x4(q[2], q[3], 0xdd));
+    return _mm512_add_epi32(_mm512_shuffle_i32x4(r0, r1, 0x88), _mm512_shuffle_i32x4(r0, r1, 0xdd));
+}
+
+/* Half sums of 8 vectors: lane 2k the sum of the lower half of v[k], lane 2k + 1 of the upper half. */
+INLINE vi vi_half_sums(const vi *v) {
+    vi q[2];
+    for (int i = 0; i < 2; i++) {
+        const vi *a = v + 4 * i;
+        vi p0 = _mm512_add_epi32(_mm512_unpacklo_epi32(a[0], a[1]), _mm512_unpackhi_epi32(a[0], a[1]));
+        vi p1 = _mm512_add_epi32(_mm512_unpacklo_epi32(a[2], a[3]), _mm512_unpackhi_epi32(a[2], a[3]));
+        q[i] = _mm512_add_epi32(_mm512_unpacklo_epi64(p0, p1), _mm512_unpackhi_epi64(p0, p1));
+    }
+    vi r = _mm512_add_epi32(_mm512_shuffle_i32x4(q[0], q[1], 0x88), _mm512_shuffle_i32x4(q[0], q[1], 0xdd));
+    const vi order = _mm512_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15);
+    return _mm512_permutexvar_epi32(order, r);
+}
+
+/* Quarter sums of 4 vectors: lane 4k + j the sum of quarter j of v[k]. */
+INLINE vi vi_quarter_sums(const vi *v) {
+    vi p0 = _mm512_add_epi32(_mm512_unpacklo_epi32(v[0], v[1]), _mm512_unpackhi_epi32(v[0], v[1]));
+    vi p1 = _mm512_add_epi32(_mm512_unpacklo_epi32(v[2], v[3]), _mm512_unpackhi_epi32(v[2], v[3]));
+    vi q = _mm512_add_epi32(_mm512_unpacklo_epi64(p0, p1), _mm512_unpackhi_epi64(p0, p1));
+    const vi order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    return _mm512_permutexvar_epi32(order, q);
+}
+
+/* Transpose 16 vectors of 16 int32. */
+INLINE void vi_transpose(vi *r) {
+    vi t[16];
+    for (int i = 0; i < 16; i += 2) {
+        t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+        t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4) {
+        r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+        r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+        r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+        r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+    }
+    for (int i = 0; i < 4; i++) {
+        t[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
+        t[i + 4] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
+        t[i + 8] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
+        t[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
+    }
+    for (int i = 0; i < 4; i++) {
+        r[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
+        r[i + 4] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0x88);
+        r[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
+        r[i + 12] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0xdd);
+    }
+}
+
+/* 32 bytes of nibbles -> 64 bytes: the low nibbles, then the high ones. */
+INLINE vb vb_nibbles(const uint8_t *p) {
+    __m256i d = _mm256_loadu_si256((const __m256i *)p);
+    const __m256i mask = _mm256_set1_epi8(15);
+    __m256i low = _mm256_and_si256(d, mask), high = _mm256_and_si256(_mm256_srli_epi16(d, 4), mask);
+    return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+}
+
+INLINE float vf_max_of(vf a) { return _mm512_reduce_max_ps(a); }
+
+#elif defined(AVX2)
+#include <immintrin.h>
+
+typedef struct { __m256 a, b; } vf;
+typedef struct { __m256i a, b; } vi;
+typedef vi vb;
+
+#define PAIR(T, x, y) ((T){x, y})
+INLINE vf vf_zero(void) { return PAIR(vf, _mm256_setzero_ps(), _mm256_setzero_ps()); }
+INLINE vf vf_set1(float x) { return PAIR(vf, _mm256_set1_ps(x), _mm256_set1_ps(x)); }
+INLINE vf vf_load(const float *p) { return PAIR(vf, _mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)); }
+INLINE void vf_store(float *p, vf x) { _mm256_storeu_ps(p, x.a), _mm256_storeu_ps(p + 8, x.b); }
+INLINE vf vf_add(vf x, vf y) { return PAIR(vf, _mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)); }
+INLINE vf vf_sub(vf x, vf y) { return PAIR(vf, _mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)); }
+INLINE vf vf_mul(vf x, vf y) { return PAIR(vf, _mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)); }
+INLINE vf vf_div(vf x, vf y) { return PAIR(vf, _mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)); }
+INLINE vf vf_fma(vf x, vf y, vf z) {
+    return PAIR(vf, _mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b));
+}
+INLINE vf vf_max(vf x, vf y) { return PAIR(vf, _mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)); }
+INLINE vf vf_abs(vf x) {
+    const __m256 mask = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
+    return PAIR(vf, _mm256_and_ps(x.a, mask), _mm256_and_ps(x.b, mask));
+}
+INLINE vf vf_load_f16(const uint16_t *p) {
+    return PAIR(vf, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)),
+                _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p + 8))));
+}
+INLINE __m256 bf16x8(const uint16_t *p) {
+    __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
+}
+INLINE vf vf_load_bf16(const uint16_t *p) { return PAIR(vf, bf16x8(p), bf16x8(p + 8)); }
+INLINE __m256 i8x8(const int8_t *p) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)));
+}
+INLINE vf vf_load_i8(const int8_t *p) { return PAIR(vf, i8x8(p), i8x8(p + 8)); }
+INLINE vf vf_of(vi x) { return PAIR(vf, _mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)); }
+INLINE vi vi_round(vf x) { return PAIR(vi, _mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)); }
+INLINE vf vf_bits(vi x) { return PAIR(vf, _mm256_castsi256_ps(x.a), _mm256_castsi256_ps(x.b)); }
+
+INLINE vi vi_zero(void) { return PAIR(vi, _mm256_setzero_si256(), _mm256_setzero_si256()); }
+INLINE vi vi_set1(int32_t x) { return PAIR(vi, _mm256_set1_epi32(x), _mm256_set1_epi32(x)); }
+INLINE vi vi_load(const int32_t *p) {
+    return PAIR(vi, _mm256_loadu_si256((const __m256i *)p), _mm256_loadu_si256((const __m256i *)(p + 8)));
+}
+INLINE void vi_store(int32_t *p, vi x) {
+    _mm256_storeu_si256((__m256i *)p, x.a), _mm256_storeu_si256((__m256i *)(p + 8), x.b);
+}
+INLINE vi vi_add(vi x, vi y) { return PAIR(vi, _mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)); }
+INLINE vi vi_sub(vi x, vi y) { return PAIR(vi, _mm256_sub_epi32(x.a, y.a), _mm256_sub_epi32(x.b, y.b)); }
+INLINE void vi_store_i8(int8_t *p, vi x) {
+    int32_t lanes[16];
+    vi_store(lanes, x);
+    for (int i = 0; i < 16; i++) p[i] = (int8_t)lanes[i];
+}
+
+INLINE vb vb_load(const uint8_t *p) { return vi_load((const int32_t *)p); }
+INLINE void vb_store(uint8_t *p, vb x) { vi_store((int32_t *)p, x); }
+INLINE vb vb_and(vb x, uint8_t mask) {
+    const __m256i m = _mm256_set1_epi8((char)mask);
+    return PAIR(vb, _mm256_and_si256(x.a, m), _mm256_and_si256(x.b, m));
+}
+INLINE vb vb_xor(vb x, uint8_t mask) {
+    const __m256i m = _mm256_set1_epi8((char)mask);
+    return PAIR(vb, _mm256_xor_si256(x.a, m), _mm256_xor_si256(x.b, m));
+}
+#define vb_shift(x, bits) PAIR(vb, _mm256_srli_epi16((x).a, bits), _mm256_srli_epi16((x).b, bits))
+
+INLINE __m256i dot32(__m256i acc, __m256i u, __m256i s) {
+    /* Pairs are added with 16 bits: split bytes above 127 off, so that none overflows. */
+    __m256i low = _mm256_and_si256(u, _mm256_set1_epi8(127));
+    __m256i high = _mm256_and_si256(_mm256_srli_epi16(u, 7), _mm256_set1_epi8(1));
+    __m256i a = _mm256_madd_epi16(_mm256_maddubs_epi16(low, s), _mm256_set1_epi16(1));
+    __m256i b = _mm256_madd_epi16(_mm256_maddubs_epi16(high, s), _mm256_set1_epi16(128));
+    return _mm256_add_epi32(acc, _mm256_add_epi32(a, b));
+}
+INLINE vi dot(vi acc, vb u, vb s) { return PAIR(vi, dot32(acc.a, u.a, s.a), dot32(acc.b, u.b, s.b)); }
+INLINE __m256i dot7x32(__m256i acc, __m256i u, __m256i s) {
+    return _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_maddubs_epi16(u, s), _mm256_set1_epi16(1)));
+}
+INLINE vi dot7(vi acc, vb u, vb s) { return PAIR(vi, dot7x32(acc.a, u.a, s.a), dot7x32(acc.b, u.b, s.b)); }
+
+INLINE __m128i halves(__m256i x) { return _mm_add_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1)); }
+INLINE __m128i sums4(__m128i a, __m128i b, __m128i c, __m128i d) {
+    return _mm_hadd_epi32(_mm_hadd_epi32(a, b), _mm_hadd_epi32(c, d));
+}
+INLINE __m256i join(__m128i a, __m128i b) { return _mm256_inserti128_si256(_mm256_castsi128_si256(a), b, 1); }
+INLINE __m128i whole(vi x) { return halves(_mm256_add_epi32(x.a, x.b)); }
+INLINE vi vi_sums(const vi *v) {
+    __m128i q[4];
+    for (int i = 0; i < 4; i++)
+        q[i] = sums4(whole(v[4 * i]), whole(v[4 * i + 1]), whole(v[4 * i + 2]), whole(v[4 * i + 3]));
+    return PAIR(vi, join(q[0], q[1]), join(q[2], q[3]));
+}
+INLINE vi vi_half_sums(const vi *v) {
+    __m128i q[4];
+    for (int i = 0; i < 4; i++) {
+        const vi *x = v + 2 * i;
+        q[i] = sums4(halves(x[0].a), halves(x[0].b), halves(x[1].a), halves(x[1].b));
+    }
+    return PAIR(vi, join(q[0], q[1]), join(q[2], q[3]));
+}
+INLINE vi vi_quarter_sums(const vi *v) {
+    __m128i q[4];
+    for (int i = 0; i < 4; i++)
+        q[i] = sums4(_mm256_castsi256_si128(v[i].a), _mm256_extracti128_si256(v[i].a, 1),
+                     _mm256_castsi256_si128(v[i].b), _mm256_extracti128_si256(v[i].b, 1));
+    return PAIR(vi, join(q[0], q[1]), join(q[2], q[3]));
+}
+INLINE void transpose8(__m256i *r) {
+    __m256i t[8];
+    for (int i = 0; i < 8; i += 2) {
+        t[i] = _mm256_unpacklo_epi32(r[i], r[i + 1]);
+        t[i + 1] = _mm256_unpackhi_epi32(r[i], r[i + 1]);
+    }
+    for (int i = 0; i < 8; i += 4) {
+        r[i] = _mm256_unpacklo_epi64(t[i], t[i + 2]);
+        r[i + 1] = _mm256_unpackhi_epi64(t[i], t[i + 2]);
+        r[i + 2] = _mm256_unpacklo_epi64(t[i + 1], t[i + 3]);
+        r[i + 3] = _mm256_unpackhi_epi64(t[i + 1], t[i + 3]);
+    }
+    for (int i = 0; i < 4; i++) {
+        t[i] = _mm256_permute2x128_si256(r[i], r[i + 4], 0x20);
+        t[i + 4] = _mm256_permute2x128_si256(r[i], r[i + 4], 0x31);
+    }
+    memcpy(r, t, sizeof t);
+}
+INLINE void vi_transpose(vi *r) {
+    __m256i q[4][8];
+    for (int i = 0; i < 8; i++) q[0][i] = r[i].a, q[1][i] = r[i].b, q[2][i] = r[i + 8].a, q[3][i] = r[i + 8].b;
+    for (int i = 0; i < 4; i++) transpose8(q[i]);
+    for (int i = 0; i < 8; i++) r[i] = PAIR(vi, q[0][i], q[2][i]), r[i + 8] = PAIR(vi, q[1][i], q[3][i]);
+}
+INLINE vb vb_nibbles(const uint8_t *p) {
+    __m256i d = _mm256_loadu_si256((const __m256i *)p);
+    const __m256i mask = _mm256_set1_epi8(15);
+    return PAIR(vb, _mm256_and_si256(d, mask), _mm256_and_si256(_mm256_srli_epi16(d, 4), mask));
+}
+INLINE float vf_max_of(vf x) {
+    float lanes[16];
+    vf_store(lanes, x);
+    float most = lanes[0];
+    for (int i = 1; i < 16; i++) most = lanes[i] > most ? lanes[i] : most;
+    return most;
+}
+
+#else /* plain C: the definition, and what compilers turn into the vectors of other processors */
+
+typedef struct { float x[16]; } vf;
+typedef struct { int32_t x[16]; } vi;
+typedef struct { uint8_t x[64]; } vb;
+
+#define LANES(T, expr) T r; for (int i = 0; i < 16; i++) r.x[i] = (expr); return r
+INLINE vf vf_zero(void) { LANES(vf, 0); }
+INLINE vf vf_set1(float a) { LANES(vf, a); }
+INLINE vf vf_load(const float *p) { LANES(vf, p[i]); }
+INLINE void vf_store(float *p, vf a) { memcpy(p, a.x, 64); }
+INLINE vf vf_add(vf a, vf b) { LANES(vf, a.x[i] + b.x[i]); }
+INLINE vf vf_sub(vf a, vf b) { LANES(vf, a.x[i] - b.x[i]); }
+INLINE vf vf_mul(vf a, vf b) { LANES(vf, a.x[i] * b.x[i]); }
+INLINE vf vf_div(vf a, vf b) { LANES(vf, a.x[i] / b.x[i]); }
+INLINE vf vf_fma(vf a, vf b, vf c) { LANES(vf, fmaf(a.x[i], b.x[i], c.x[i])); }
+INLINE vf vf_max(vf a, vf b) { LANES(vf, a.x[i] > b.x[i] ? a.x[i] : b.x[i]); }
+INLINE vf vf_abs(vf a) { LANES(vf, fabsf(a.x[i])); }
+INLINE float bits_f32(uint32_t bits) { float x; memcpy(&x, &bits, 4); return x; }
+INLINE float f16_f32(uint16_t h) {
+    uint32_t sign = (uint32_t)(h & 0x8000) << 16, rest = h & 0x7fff;
+    if (rest >= 0x7c00) return bits_f32(sign | 0x7f800000 | rest << 13); /* infinity and NaN */
+    return bits_f32(sign) + bits_f32(sign | rest << 13) * 0x1p112f;     /* subnormal numbers come out right too */
+}
+INLINE vf vf_load_f16(const uint16_t *p) { LANES(vf, f16_f32(p[i])); }
+INLINE vf vf_load_bf16(const uint16_t *p) { LANES(vf, bits_f32((uint32_t)p[i] << 16)); }
+INLINE vf vf_load_i8(const int8_t *p) { LANES(vf, p[i]); }
+INLINE vf vf_of(vi a) { LANES(vf, (float)a.x[i]); }
+INLINE vi vi_round(vf a) { LANES(vi, (int32_t)lrintf(a.x[i])); }
+INLINE vf vf_bits(vi a) { LANES(vf, bits_f32((uint32_t)a.x[i])); }
+INLINE vi vi_zero(void) { LANES(vi, 0); }
+INLINE vi vi_set1(int32_t a) { LANES(vi, a); }
+INLINE vi vi_load(const int32_t *p) { LANES(vi, p[i]); }
+INLINE void vi_store(int32_t *p, vi a) { memcpy(p, a.x, 64); }
+INLINE vi vi_add(vi a, vi b) { LANES(vi, a.x[i] + b.x[i]); }
+INLINE vi vi_sub(vi a, vi b) { LANES(vi, a.x[i] - b.x[i]); }
+INLINE void vi_store_i8(int8_t *p, vi a) { for (int i = 0; i < 16; i++) p[i] = (int8_t)a.x[i]; }
+INLINE vb vb_load(const uint8_t *p) { vb r; memcpy(r.x, p, 64); return r; }
+INLINE void vb_store(uint8_t *p, vb a) { memcpy(p, a.x, 64); }
+#define BYTES(expr) vb r; for (int i = 0; i < 64; i++) r.x[i] = (uint8_t)(expr); return r
+INLINE vb vb_and(vb a, uint8_t mask) { BYTES(a.x[i] & mask); }
+INLINE vb vb_xor(vb a, uint8_t mask) { BYTES(a.x[i] ^ mask); }
+INLINE vb vb_shift(vb a, int bits) { BYTES(a.x[i] >> bits); }
+INLINE vi dot(vi acc, vb u, vb s) {
+    for (int i = 0; i < 64; i++) acc.x[i / 4] += u.x[i] * (int8_t)s.x[i];
+    return acc;
+}
+#define dot7 dot
+INLINE int32_t sum_of(const vi *v, int from, int count) {
+    int32_t sum = 0;
+    for (int i = from; i < from + count; i++) sum += v->x[i];
+    return sum;
+}
+INLINE vi vi_sums(const vi *v) { LANES(vi, sum_of(v + i, 0, 16)); }
+INLINE vi vi_half_sums(const vi *v) { LANES(vi, sum_of(v + i / 2, i % 2 * 8, 8)); }
+INLINE vi vi_quarter_sums(const vi *v) { LANES(vi, sum_of(v + i / 4, i % 4 * 4, 4)); }
+INLINE void vi_transpose(vi *r) {
+    for (int i = 0; i < 16; i++)
+        for (int j = 0; j < i; j++) {
+            int32_t x = r[i].x[j];
+            r[i].x[j] = r[j].x[i], r[j].x[i] = x;
+        }
+}
+INLINE vb vb_nibbles(const uint8_t *p) { BYTES(i < 32 ? p[i] & 15 : p[i - 32] >> 4); }
+INLINE float vf_max_of(vf a) {
+    float most = a.x[0];
+    for (int i = 1; i < 16; i++) most = a.x[i] > most ? a.x[i] : most;
+    return most;
+}
+#endif
+
+/* The sum of 16 lanes, in one fixed order: lane i and i + 8, then i + 4, i + 2, the last two. */
+INLINE float vf_sum(vf a) {
+#if defined(AVX512VNNI) || defined(AVX512) || defined(AVX2)
+#ifdef AVX2
+    __m256 x = _mm256_add_ps(a.a, a.b);
+#else
+    __m256 x = _mm256_add_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps(a, 1));
+#endif
+    __m128 y = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    y = _mm_add_ps(y, _mm_movehl_ps(y, y));
+    return _mm_cvtss_f32(_mm_add_ss(y, _mm_shuffle_ps(y, y, 1)));
+#else
+    float x[16];
+    vf_store(x, a);
+    for (int n = 8; n; n /= 2)
+        for (int i = 0; i < n; i++) x[i] += x[i + n];
+    return x[0];
+#endif
+}
+
+INLINE vf vf_load_n(const float *p, int64_t n) { /* the first n lanes, the others zero */
+    float x[16] = {0};
+    memcpy(x, p, 4 * n);
+    return vf_load(x);
+}
+INLINE void vf_store_n(float *p, vf a, int64_t n) {
+    float x[16];
+    vf_store(x, a);
+    memcpy(p, x, 4 * n);
+}
+
+/* e^x for x <= 0: 2^n times a polynomial. Relative error below 2e-7. */
+INLINE vf vf_exp_negative(vf x) {
+    x = vf_max(vf_set1(-87.0f), x);
+    vi n = vi_round(vf_mul(x, vf_set1(1.44269504f)));
+    vf f = vf_of(n), r = vf_fma(f, vf_set1(-0.693359375f), x);
+    r = vf_fma(f, vf_set1(2.12194440e-4f), r);
+    vf p = vf_set1(1.9875691500e-4f);
+    const float c[] = {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f, 1, 1};
+    for (int i = 0; i < 7; i++) p = vf_fma(p, r, vf_set1(c[i]));
+    int32_t bits[16];
+    vi_store(bits, n);
+    for (int i = 0; i < 16; i++) bits[i] = (bits[i] + 127) << 23;
+    return vf_mul(p, vf_bits(vi_load(bits)));
+}
+
+/* silu(g) * u = g / (1 + e^-g) * u, without overflow on either side. */
+INLINE vf silu_times(vf g, vf u) {
+    vf e = vf_exp_negative(vf_sub(vf_zero(), vf_abs(g)));
+    vf positive = vf_div(vf_set1(1), vf_add(vf_set1(1), e)); /* 1 / (1 + e^-|g|) */
+    vf high = vf_max(g, vf_zero()), low = vf_sub(g, high);   /* g = high + low, one of them zero */
+    vf gated = vf_fma(high, positive, vf_mul(low, vf_mul(e, positive)));
+    return vf_mul(gated, u);
+}

@@ -1,0 +1,67 @@
+"""Which implementation of an operation runs: each candidate in order, None declines, plain torch last.
+
+`start` is called when a model is loaded. The choice is one for the process: kernels know no model.
+"""
+
+import torch
+
+from kernels import reference
+from kernels.build import VARIANTS, BuildError, best_variant, find_library
+from kernels.native import Native
+from kernels.threads import num_threads
+
+CHOICES = ("native", "reference", *VARIANTS)
+
+candidates = []  # the open libraries, at most one
+opened = {}  # path -> Native
+
+
+def start(choice, folder, threads=0):
+    """Choose the kernels -> a line that says which run.
+
+    choice: None or "native" for the best of this processor, a set of instructions by name, or "reference". folder:
+    where compiled libraries are kept. threads: 0 asks the machine.
+    """
+    candidates.clear()
+    if choice == "reference":
+        return "[kernels] plain torch (KERNELS=reference)"
+    threads = threads or num_threads()
+    try:
+        path = find_library(folder, best_variant() if choice in (None, "native") else choice)
+        if path not in opened:
+            opened[path] = Native(path)
+        native = opened[path]
+    except (BuildError, OSError) as error:
+        return f"[kernels] plain torch, which is slow: {error}"
+    native.set_threads(threads)
+    torch.set_num_threads(1)  # a second pool would spin against the first
+    candidates.append(native)
+    return f"[kernels] {native.name}, {threads} thread{'s' if threads > 1 else ''}"
+
+
+def first(operation, *arguments):
+    for candidate in candidates:
+        result = getattr(candidate, operation)(*arguments)
+        if result is not None:
+            return result
+    return getattr(reference, operation)(*arguments)
+
+
+def linear(x, weight, bias=None):
+    """As reference.linear."""
+    return first("linear", x, weight, bias)
+
+
+def add_experts(out, x, experts, starts, rows, shares):
+    """As reference.add_experts."""
+    return first("add_experts", out, x, experts, starts, rows, shares)
+
+
+def absorbed_attention(queries, kv_b, latents, rope_keys, position, selection, value_dim, scale):
+    """As reference.absorbed_attention."""
+    return first("absorbed_attention", queries, kv_b, latents, rope_keys, position, selection, value_dim, scale)
+
+
+def index_scores(queries, head_weights, keys):
+    """As reference.index_scores."""
+    return first("index_scores", queries, head_weights, keys)

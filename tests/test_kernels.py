@@ -1,0 +1,329 @@
+"""The C kernels against their definition in torch, and bit by bit against themselves: rows, threads, instructions."""
+
+import os
+import threading
+
+import pytest
+import torch
+
+from kernels import dispatch, reference
+from kernels.build import AVX2, AVX512, VARIANTS, BuildError, best_variant, find_library, processor_flags
+from kernels.native import Native
+from kernels.packing import FORMATS, FP8, Weight, pack, quantise, quantise_blocks
+from settings import KERNELS, Settings
+
+FOLDER = Settings.read([], {}).cache / "kernels"
+HERE = [name for name, needs in VARIANTS.items() if processor_flags().issuperset(needs)]
+COUNTS = (1, 2, 3, 4, 5, 8, 15, 16, 17, 24, 25, 64)
+MOST = max(COUNTS)
+
+
+@pytest.fixture(scope="session")
+def kernels():
+    """Every set of instructions of this processor, opened; one thread until a test asks for more."""
+    try:
+        return {name: Native(find_library(FOLDER, name)) for name in HERE}
+    except BuildError as error:
+        pytest.skip(f"no C compiler: {error}")
+
+
+def randn(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def weights_of(fmt, rows, columns, seed=1):
+    """A matrix in some format; of integers also one that keeps activations in float32, and one with float16 scales."""
+    matrix = randn(rows, columns, seed=seed)
+    if fmt is FP8:
+        data, scales = quantise_blocks(matrix)
+        return [Weight(data, columns, fmt, scales)]
+    if not fmt.is_integer:
+        return [Weight(matrix.to(fmt.dtype), columns, fmt)]
+    data, scales = quantise(matrix, fmt)
+    half = quantise(matrix, fmt, torch.float16)
+    return [
+        Weight(data, columns, fmt, scales),
+        Weight(data, columns, fmt, scales, True),
+        Weight(*half[:1], columns, fmt, half[1]),
+    ]
+
+
+@pytest.mark.parametrize("fmt", FORMATS.values(), ids=str)
+def test_linear(kernels, fmt):
+    """Close to the definition, and the same bits for any number of rows and any set of instructions."""
+    for rows, columns in ((70, 64), (33, 191), (5, 1), (70, 1024), (40, 1500)):
+        x, bias = randn(MOST, columns, seed=2) * 3, randn(rows, seed=3)
+        for weight in weights_of(fmt, rows, columns):
+            expected = reference.linear(x, weight, bias)
+            bits = None
+            for native in kernels.values():
+                out = native.linear(x, weight, bias)
+                torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
+                bits = out if bits is None else bits
+                assert torch.equal(out, bits), native.name
+                for count in COUNTS:
+                    assert torch.equal(native.linear(x[:count], weight, bias), bits[:count]), (native.name, count)
+                one = native.linear(x[7:8], weight, bias)
+                assert torch.equal(one[0], bits[7])
+
+
+def test_linear_takes_rows_with_gaps(kernels):
+    [weight] = weights_of(FORMATS["f32"], 9, 40)
+    wide = randn(6, 100)
+    for native in kernels.values():
+        assert torch.equal(native.linear(wide[:, 10:50], weight), native.linear(wide[:, 10:50].contiguous(), weight))
+        assert native.linear(wide[:0, :40], weight).shape == (0, 9)
+
+
+@pytest.mark.parametrize(
+    "fmt", [FORMATS[name] for name in ("f32", "bf16", "int8-row", "int4-g64", "int4-g16", "int2-g64")], ids=str
+)
+def test_what_is_not_finite_stays_so(kernels, fmt):
+    x = randn(3, 128)
+    x[0, 3], x[1, 100] = torch.nan, torch.inf
+    for weight in weights_of(fmt, 6, 128):
+        for native in kernels.values():
+            out = native.linear(x, weight)
+            assert not out[0].isfinite().any() and not out[1].isfinite().any() and out[2].isfinite().all()
+
+
+def experts_case(fmt, count, hidden, width, seed=0):
+    """`count` rows routed to 9 experts of which each has between none and all of them."""
+    g = torch.Generator().manual_seed(seed)
+    experts = [
+        [
+            weights_of(fmt, r, c, seed=10 * e + i)[0]
+            for i, (r, c) in enumerate([(width, hidden), (width, hidden), (hidden, width)])
+        ]
+        for e in range(9)
+    ]
+    chosen = [
+        torch.nonzero(torch.rand(count, generator=g) < share)[:, 0]
+        for share in (0.05, 0.2, 1, 0.5, 0.1, 0.9, 0.3, 0.6, 0.4)
+    ]
+    kept = [(three, rows) for three, rows in zip(experts, chosen, strict=True) if len(rows)]
+    starts = torch.tensor([0, *torch.tensor([len(rows) for _, rows in kept]).cumsum(0).tolist()])
+    rows = torch.cat([rows for _, rows in kept])
+    return [three for three, _ in kept], starts, rows, torch.rand(len(rows), generator=g)
+
+
+@pytest.mark.parametrize(
+    "name", ["bf16", "int4-g64", "int4-row", "int8-g64", "int3-g64", "int2-g64", "fp8-b128", "int4-g16"]
+)
+@pytest.mark.parametrize("sizes", [(96, 70), (64, 32), (200, 1100)])
+def test_experts(kernels, name, sizes):
+    hidden, width = sizes
+    experts, starts, rows, shares = experts_case(FORMATS[name], MOST, hidden, width)
+    x = randn(MOST, hidden, seed=4)
+    expected = reference.add_experts(torch.zeros_like(x), x, experts, starts, rows, shares)
+    bits = None
+    for native in kernels.values():
+        out = native.add_experts(torch.zeros_like(x), x, experts, starts, rows, shares)
+        # Rounded activations fall on either side of a half now and then.
+        error = (out - expected).abs().max() / expected.abs().max()
+        assert error < (2e-3 if FORMATS[name].is_integer else 1e-5), (native.name, error)
+        bits = out if bits is None else bits
+        assert torch.equal(out, bits), native.name
+        for row in (0, 5, MOST - 1):  # one row alone
+            mine = [
+                (three, i)
+                for three, start, stop in zip(experts, starts[:-1].tolist(), starts[1:].tolist(), strict=True)
+                for i in range(start, stop)
+                if rows[i] == row
+            ]
+            alone = native.add_experts(
+                torch.zeros(1, hidden),
+                x[row : row + 1],
+                [three for three, _ in mine],
+                torch.arange(len(mine) + 1),
+                torch.zeros(len(mine), dtype=torch.int64),
+                shares[[i for _, i in mine]],
+            )
+            assert torch.equal(alone[0], bits[row]), (native.name, row)
+
+
+def test_experts_of_several_formats_are_declined(kernels):
+    experts, starts, rows, shares = experts_case(FORMATS["bf16"], 8, 64, 32)
+    experts[1][2] = pack(experts[1][2].widen(), FORMATS["int8-g64"])
+    x = randn(8, 64)
+    for native in kernels.values():
+        assert native.add_experts(torch.zeros_like(x), x, experts, starts, rows, shares) is None
+
+
+def attention_case(H, N, R, V, L, S, T, fmt, seed=0):
+    [kv_b, *_] = weights_of(fmt, H * (N + V), L, seed=seed + 1)
+    queries = randn(T, H, N + R, seed=seed + 2) * 2
+    latents, rope_keys = randn(S, L, seed=seed + 3), randn(S, R, seed=seed + 4)
+    return queries, kv_b, latents, rope_keys
+
+
+@pytest.mark.parametrize("name", ["f32", "bf16", "int4-g64", "int8-row", "fp8-b128"])
+@pytest.mark.parametrize("shape", [(8, 16, 8, 20, 24, 90), (3, 32, 32, 32, 64, 77), (16, 12, 16, 9, 130, 200)])
+@pytest.mark.parametrize("topk", [None, 21])
+def test_absorbed_attention(kernels, name, shape, topk):
+    """All rows at once, in pieces, and one after the other, with and without a selection."""
+    H, N, R, V, L, S = shape
+    T = 70
+    queries, kv_b, latents, rope_keys = attention_case(H, N, R, V, L, S, T, FORMATS[name])
+    first, selection, scale = S - T, None, (N + R) ** -0.5
+    if topk:
+        chosen = [sorted(torch.randperm(first + t + 1)[:topk].tolist()) for t in range(T)]
+        selection = torch.tensor([row + [-1] * (topk - len(row)) for row in chosen])
+    exact = Weight(kv_b.data, kv_b.columns, kv_b.format, kv_b.scales, True)
+    expected = reference.absorbed_attention(queries, exact, latents, rope_keys, first, selection, V, scale)
+    bits = None
+    for native in kernels.values():
+        out = native.absorbed_attention(queries, kv_b, latents, rope_keys, first, selection, V, scale)
+        torch.testing.assert_close(out, expected, rtol=1e-3, atol=2e-4)
+        bits = out if bits is None else bits
+        assert torch.equal(out, bits), native.name
+        at = 0
+        for count in (1, 2, 13, 1, 53):
+            some = slice(at, at + count)
+            part = native.absorbed_attention(
+                queries[some], kv_b, latents[: first + at + count], rope_keys[: first + at + count], first + at,
+                None if selection is None else selection[some], V, scale,
+            )  # fmt: skip
+            assert torch.equal(part, bits[some]), (native.name, at, count)
+            at += count
+        assert at == T
+
+
+@pytest.mark.parametrize("shape", [(5, 8, 16, 40), (70, 32, 128, 130), (1, 3, 20, 1)])
+def test_index_scores(kernels, shape):
+    T, H, D, S = shape
+    queries, weights, keys = randn(T, H, D), randn(T, H, seed=1), randn(S, D, seed=2)
+    expected = reference.index_scores(queries, weights, keys)
+    bits = None
+    for native in kernels.values():
+        out = native.index_scores(queries, weights, keys)
+        torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+        bits = out if bits is None else bits
+        assert torch.equal(out, bits), native.name
+        assert torch.equal(native.index_scores(queries[-1:], weights[-1:], keys), bits[-1:])
+        assert torch.equal(native.index_scores(queries, weights, keys[:1]), bits[:, :1])
+
+
+# --- threads ----------------------------------------------------------------------------------------------------------
+
+
+def test_threads_change_no_bit(kernels):
+    native = next(iter(kernels.values()))
+    x = randn(33, 640)
+    cases = [weights_of(FORMATS[name], 1000, 640)[0] for name in ("bf16", "int4-g64")]
+    experts = experts_case(FORMATS["int4-g64"], 33, 640, 96)
+    try:
+        native.set_threads(1)
+        expected = [native.linear(x, weight) for weight in cases]
+        added = native.add_experts(torch.zeros_like(x), x, *experts)
+        for threads in (2, 3, 7):
+            native.set_threads(threads)
+            for _ in range(20):
+                assert all(torch.equal(native.linear(x, w), e) for w, e in zip(cases, expected, strict=True))
+                assert torch.equal(native.add_experts(torch.zeros_like(x), x, *experts), added)
+    finally:
+        native.set_threads(1)
+
+
+def test_several_python_threads_at_once(kernels):
+    native, failures = next(iter(kernels.values())), []
+    x, weight = randn(3, 640), weights_of(FORMATS["int4-g64"], 1000, 640)[0]
+    native.set_threads(3)
+    expected = native.linear(x, weight)
+
+    def work():
+        for _ in range(200):
+            if not torch.equal(native.linear(x, weight), expected):
+                failures.append(1)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    native.set_threads(1)
+    assert not failures
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_forked_child_goes_on_alone(kernels):
+    native = next(iter(kernels.values()))
+    x, weight = randn(3, 640), weights_of(FORMATS["int4-g64"], 1000, 640)[0]
+    native.set_threads(2)
+    expected = native.linear(x, weight)
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if torch.equal(native.linear(x, weight), expected) else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    native.set_threads(1)
+
+
+# --- building ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_best_set_of_instructions(monkeypatch):
+    for has, best in [
+        (set(), "portable"),
+        (set(AVX2), "avx2"),
+        (set(AVX512), "avx512"),
+        ({*AVX512, "avx512vnni"}, "avx512vnni"),
+    ]:
+        monkeypatch.setattr("kernels.build.processor_flags", lambda has=has: has)
+        assert best_variant() == best
+
+
+def test_names_in_settings_are_those_of_the_dispatch():
+    assert KERNELS == dispatch.CHOICES
+
+
+def test_without_a_compiler_it_is_said_and_torch_runs(monkeypatch, tmp_path):
+    monkeypatch.setattr("kernels.build.compilers", lambda: [["/no/such/compiler"]])
+    assert dispatch.start(None, tmp_path / "k") == (
+        "[kernels] plain torch, which is slow: no C compiler was found (cc, gcc, clang, or pip install ziglang)"
+    )
+    assert dispatch.candidates == []
+
+
+def test_a_compiler_that_fails_is_named(monkeypatch, tmp_path):
+    compiler = tmp_path / "cc"
+    compiler.write_text(
+        '#!/bin/sh\n[ "$1" = --version ] && echo 1 && exit 0\necho "x.c:1: error: no luck" >&2\nexit 1\n'
+    )
+    compiler.chmod(0o755)
+    monkeypatch.setattr("kernels.build.compilers", lambda: [[str(compiler)]])
+    line = dispatch.start(None, tmp_path / "k")
+    assert line.startswith("[kernels] plain torch") and line.endswith("cc failed: x.c:1: error: no luck")
+    assert not list((tmp_path / "k").glob("*.so")) and not list((tmp_path / "k").glob("*.partial"))
+
+
+def test_a_folder_that_others_may_write_to_is_refused(tmp_path):
+    folder = tmp_path / "k"
+    folder.mkdir()
+    folder.chmod(0o777)
+    assert "is not yours alone" in dispatch.start(None, folder)
+    (tmp_path / "file").write_text("x")
+    assert "[kernels] plain torch" in dispatch.start(None, tmp_path / "file" / "k")
+
+
+def test_a_library_is_made_once_and_anew_for_other_sources(kernels, tmp_path, monkeypatch):
+    calls, plain = [], __import__("kernels.build", fromlist=["x"]).compile_into
+
+    def counting(path, *rest):
+        calls.append(path.name)
+        path.write_bytes(b"")
+        return True
+
+    assert plain
+    monkeypatch.setattr("kernels.build.compile_into", counting)
+    assert find_library(tmp_path / "k", "portable") == find_library(tmp_path / "k", "portable")
+    assert len(calls) == 1
+    monkeypatch.setattr("kernels.build.FLAGS", ("-O1",))
+    find_library(tmp_path / "k", "portable")
+    assert len(set(calls)) == 2
+
+
+def test_a_broken_library_is_not_used(kernels, tmp_path, monkeypatch):
+    (tmp_path / "broken.so").write_bytes(b"not a library")
+    monkeypatch.setattr("kernels.dispatch.find_library", lambda folder, variant: tmp_path / "broken.so")
+    assert dispatch.start(None, tmp_path).startswith("[kernels] plain torch, which is slow: ")
