@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export PROMPT ?= In the beginning
 
-.PHONY: help setup run test test-slow lint clean
+.PHONY: help setup run test test-slow lint native bench-kernels bench-decode clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /  make \1\t/' | expand -t 20
@@ -31,6 +31,15 @@ test-slow: setup  ## soaks and big files: some minutes, 1.5 GB of disk
 lint: setup  ## ruff: rules and format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+native: setup  ## compile the C kernels for every set of instructions of this machine
+	$(BIN)/python scripts/native.py
+
+bench-kernels: setup  ## each kernel against a plain read of memory and torch, some minutes
+	$(BIN)/python bench/kernels.py
+
+bench-decode: setup  ## warm decode and prefill of a synthetic GLM-5.2 in memory: 5 GB of disk and of memory
+	$(BIN)/python bench/decode.py
 
 clean:  ## remove .venv and caches
 	rm -rf .venv .pytest_cache .ruff_cache

@@ -19,7 +19,7 @@ VARIABLES = (
 ).split()
 
 # What may run the arithmetic; a test holds this and kernels/dispatch.py equal, for torch is slow to import here.
-KERNELS = ("native", "reference", "avx512vnni", "avx512", "avx2", "portable")
+KERNELS = ("native", "reference", "avx512vnni", "avx512", "avx2", "neondot", "neon", "portable")
 
 # A mode of the C engine that is not there yet: to run another one instead would be worse than to refuse.
 NOT_YET = "not built yet"

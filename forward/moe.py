@@ -6,7 +6,7 @@ The cache is asked for expert ids and gives matrices; where they were, this file
 import torch
 
 from forward.mlp import mlp
-from kernels.dispatch import add_experts, linear
+from kernels.dispatch import add_experts, linear, sigmoid
 from kernels.reference import route_sigmoid
 
 
@@ -33,7 +33,7 @@ def moe(model, layer, weights, x):
 def route(config, weights, x):
     """x [T, D] -> (expert ids [T, A] ascending, weights [T, A]); the router works in float32."""
     return route_sigmoid(
-        linear(x, weights.router),
+        sigmoid(linear(x, weights.router)),
         weights.router_bias,
         config.num_active_experts,
         config.num_groups,

@@ -18,10 +18,19 @@ from pathlib import Path
 SOURCES = Path(__file__).resolve().parent / "csrc"
 FILES = ("kernels.c", "pool.c", "library.c")
 FLAGS = ("-std=c11", "-O3", "-ffp-contract=off", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden", "-w")
-# The sets of instructions, the best first, each by the features it needs, in the words of the compiler.
+# The sets of instructions, the best first, each by the features it needs, in the words of /proc/cpuinfo.
 AVX2 = ("avx2", "fma", "f16c")
 AVX512 = (*AVX2, "avx512f", "avx512bw", "avx512dq", "avx512vl")
-VARIANTS = {"avx512vnni": (*AVX512, "avx512vnni"), "avx512": AVX512, "avx2": AVX2, "portable": ()}
+NEON = ("asimd",)
+NEONDOT = (*NEON, "asimddp")
+VARIANTS = {
+    "avx512vnni": (*AVX512, "avx512vnni"),
+    "avx512": AVX512,
+    "avx2": AVX2,
+    "neondot": NEONDOT,
+    "neon": NEON,
+    "portable": (),
+}
 COMPILE_SECONDS = 300
 
 
@@ -30,19 +39,27 @@ class BuildError(Exception):
 
 
 def processor_flags():
-    """What /proc/cpuinfo says the processor can do; empty where there is none."""
+    """What /proc/cpuinfo says the processor can do; where there is none, what every processor of its kind can."""
+    baseline = NEON if platform.machine() in ("aarch64", "arm64") else ()
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
-        return set()
+        return set(baseline)
     flags = next((line for line in lines if line.startswith(("flags", "Features"))), ":")
-    return set(flags.partition(":")[2].replace("avx512_", "avx512").split())
+    return {*baseline, *flags.partition(":")[2].replace("avx512_", "avx512").split()}
 
 
 def best_variant():
     """The fastest set of instructions of this processor."""
     has = processor_flags()
     return next(name for name, needs in VARIANTS.items() if has.issuperset(needs))
+
+
+def machine_flags(variant, command):
+    """A set of instructions in the words of a compiler."""
+    if variant == "neondot":
+        return ["-mcpu=generic+dotprod" if "ziglang" in command else "-march=armv8.2-a+dotprod"]
+    return [] if variant == "neon" else [f"-m{feature}" for feature in VARIANTS[variant]]
 
 
 def compilers():
@@ -70,7 +87,7 @@ def compile_into(path, command, variant, extra, problems):
     """Compile under another name, then rename -> whether it worked."""
     handle, partial = tempfile.mkstemp(dir=path.parent, suffix=".partial")
     os.close(handle)
-    flags = [f"-m{feature}" for feature in VARIANTS[variant]]
+    flags = machine_flags(variant, command)
     define = [f"-DNAME={variant}", f"-D{variant.upper()}"]
     sources = [str(SOURCES / file) for file in FILES]
     try:
@@ -103,7 +120,7 @@ def source_hash(command, version, variant, extra):
     digest = hashlib.sha256()
     for path in sorted(SOURCES.iterdir()):
         digest.update(path.name.encode() + path.read_bytes())
-    flags = (*FLAGS, *VARIANTS[variant], *extra)
+    flags = (*FLAGS, *machine_flags(variant, command), *extra)
     digest.update(repr((command, version, flags, platform.machine(), sys.platform)).encode())
     return digest.hexdigest()[:20]
 

@@ -65,3 +65,13 @@ def absorbed_attention(queries, kv_b, latents, rope_keys, position, selection, v
 def index_scores(queries, head_weights, keys):
     """As reference.index_scores."""
     return first("index_scores", queries, head_weights, keys)
+
+
+def sigmoid(x):
+    """As reference.sigmoid."""
+    return first("sigmoid", x)
+
+
+def silu_product(gate, up):
+    """As reference.silu_product."""
+    return first("silu_product", gate, up)

@@ -94,6 +94,9 @@ class KernelsStruct(ctypes.Structure):
         ("experts", ctypes.CFUNCTYPE(c_int, POINTER(ExpertsStruct))),
         ("mla", ctypes.CFUNCTYPE(c_int, POINTER(MlaStruct))),
         ("index_scores", ctypes.CFUNCTYPE(c_int, POINTER(IndexStruct))),
+        ("sigmoid", ctypes.CFUNCTYPE(c_int, c_void_p, c_void_p, c_int64)),
+        ("silu_product", ctypes.CFUNCTYPE(c_int, c_void_p, c_void_p, c_void_p, c_int64)),
+        ("read_memory", ctypes.CFUNCTYPE(c_int64, c_void_p, c_int64)),
     ]
 
 
@@ -154,12 +157,8 @@ class Native:
         return out
 
     def add_experts(self, out, x, experts, starts, rows, shares):
-        """As reference.add_experts; None when the experts are not all of one format, matrix by matrix."""
+        """As reference.add_experts."""
         first = experts[0]
-        if any(m.format is not f.format or m.exact != f.exact for e in experts for m, f in zip(e, first, strict=True)):
-            return None
-        if first[0].format is not first[1].format:
-            return None
         matrices = (WeightStruct * (3 * len(experts)))(*(struct_of(matrix) for three in experts for matrix in three))
         call = ExpertsStruct(
             matrices,
@@ -210,6 +209,24 @@ class Native:
         pointers = queries.data_ptr(), head_weights.data_ptr(), keys.data_ptr(), out.data_ptr()
         check(self.kernels.index_scores(ctypes.byref(IndexStruct(*pointers, T, H, D, len(keys)))))
         return out
+
+    def silu_product(self, gate, up):
+        """As reference.silu_product."""
+        gate, up = gate.contiguous(), up.contiguous()
+        out = torch.empty_like(gate)
+        check(self.kernels.silu_product(gate.data_ptr(), up.data_ptr(), out.data_ptr(), gate.numel()))
+        return out
+
+    def sigmoid(self, x):
+        """As reference.sigmoid."""
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        check(self.kernels.sigmoid(x.data_ptr(), out.data_ptr(), x.numel()))
+        return out
+
+    def read_memory(self, tensor):
+        """Read all of a tensor as fast as memory allows, for benchmarks."""
+        self.kernels.read_memory(tensor.data_ptr(), tensor.numel() * tensor.element_size())
 
 
 def check(failed):

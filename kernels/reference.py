@@ -13,6 +13,7 @@ from kernels.packing import GROUP
 # A matrix is widened to float32 a block of rows at a time: the output head of a large model costs no second copy. Small
 # blocks are also faster, for they stay in the cache and malloc does not map each of them anew.
 WIDEN_BYTES = 4 << 20
+SMALLEST = torch.finfo(torch.float32).smallest_normal
 # Scores, or gathered latents, of one block of rows of attention stay below this.
 BLOCK_BYTES = 64 << 20
 
@@ -52,6 +53,7 @@ def round_activations(x):
     width = x.shape[-1]
     groups = F.pad(x, (0, -width % GROUP)).unflatten(-1, (-1, GROUP))
     scales = groups.abs().amax(-1, keepdim=True) / 127
+    scales.masked_fill_(scales < SMALLEST, 0.0)  # too small to divide by
     codes = (groups / scales.where(scales > 0, 1.0)).round_()
     return codes.mul_(scales).flatten(-2)[..., :width]
 
@@ -105,14 +107,18 @@ def top_k_indices(scores, k):
     return top_k_mask(scores, k).nonzero()[:, 1].view(scores.shape[0], -1)
 
 
-def route_sigmoid(logits, bias, num_active, num_groups, num_active_groups, normalise, scaling, mass=0.0):
-    """The sigmoid router (noaux_tc) on logits [T, E] -> (expert ids [T, A] ascending, weights [T, A]).
+def sigmoid(x):
+    """1 / (1 + e^-x)."""
+    return x.sigmoid()
+
+
+def route_sigmoid(scores, bias, num_active, num_groups, num_active_groups, normalise, scaling, mass=0.0):
+    """The noaux_tc router on sigmoid scores [T, E] -> (expert ids [T, A] ascending, weights [T, A]).
 
     The bias takes part in the choice, not in the weights. With groups, a group scores the sum of its two best
     experts and only the best groups compete. 0 < mass < 1 is lossy: of the chosen experts the fewest whose scores
     reach that share of their sum keep a weight, the others get 0.
     """
-    scores = logits.sigmoid()
     choice = scores + bias
     if num_groups > 1:
         grouped = choice.view(len(choice), num_groups, -1)

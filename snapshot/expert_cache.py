@@ -4,7 +4,6 @@ The forward pass asks for expert ids and gets matrices; whether they came from m
 the size of the cache changes speed and nothing else.
 """
 
-import mmap
 import time
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from kernels.packing import grouped, pack_rows, packed_bytes, packed_view, row_blocks, view_weight
+from snapshot.arena import Arena
 from snapshot.expert_disk import PAGE
 
 
@@ -47,10 +47,7 @@ class ExpertCache:
         self.disk, self.num_slots, self.bits, self.exact = disk, num_slots, bits, exact
         layers = config.sparse_layers
         sizes = {layer: slot_bytes(config, disk, layer, bits) for layer in layers}
-        # Page-aligned, and pages cost memory only once they are written.
-        size = max(PAGE, num_slots * sum(sizes.values()))
-        self.arena = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self.bytes = torch.frombuffer(self.arena, dtype=torch.uint8)
+        self.arena = Arena(num_slots * sum(sizes.values()))
         self.staging = torch.empty(disk.max_expert_bytes, dtype=torch.uint8) if bits < 16 else None
         # layer -> its free slots, each a (start, stop) of the arena
         self.free, at = {}, 0
@@ -104,7 +101,7 @@ class ExpertCache:
 
     def load(self, layer, expert, slot):
         """Read one expert into a slot -> its (gate, up, down) as Weights over the arena."""
-        region = self.bytes[slice(*slot)]
+        region = self.arena.bytes[slice(*slot)]
         place = self.disk.places[layer, expert]
         try:
             if self.bits == 16 or place.is_packed:

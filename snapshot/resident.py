@@ -12,13 +12,14 @@ from kernels.packing import (
     DTYPES,
     FLOATS,
     Weight,
-    empty_packed,
     grouped,
     pack_rows,
     packed_bytes,
+    packed_view,
     row_blocks,
     view_weight,
 )
+from snapshot.arena import Arena, line_end
 from snapshot.errors import Refused
 from snapshot.formats import StoredWeight, find_weight
 
@@ -156,29 +157,32 @@ class ResidentTensors:
         """Whether a matrix is packed at load; the embedding is only looked up and stays as stored."""
         return bits < 16 and not stored.format.is_integer and stored.name != self.embed_name
 
+    def matrix_bytes(self, stored, bits):
+        """Memory of one matrix."""
+        return (
+            packed_bytes(grouped(bits), stored.rows, stored.columns) if self.packs(stored, bits) else stored.num_bytes
+        )
+
     def num_bytes(self, bits):
         """Bytes of memory once loaded with `bits` for the dense matrices (16 = as stored)."""
-        total = 0
-        for stored in self.stored.values():
-            if not isinstance(stored, StoredWeight):
-                total += stored.num_bytes * 4 // stored.item_bytes
-            elif self.packs(stored, bits):
-                total += packed_bytes(grouped(bits), stored.rows, stored.columns)
-            else:
-                total += stored.num_bytes
-        return total
+        floats = (stored for stored in self.stored.values() if not isinstance(stored, StoredWeight))
+        vectors = sum(stored.num_bytes * 4 // stored.item_bytes for stored in floats)
+        return vectors + sum(line_end(self.matrix_bytes(stored, bits)) for stored in self.matrices)
 
     def load(self, reader, bits, exact=False):
         """Read everything in file order and bind it -> ModelWeights."""
         loaded = {}
+        arena = Arena(sum(line_end(self.matrix_bytes(stored, bits)) for stored in self.matrices))
         for name, stored in sorted(self.stored.items(), key=lambda item: place_of(item[1])):
             if not isinstance(stored, StoredWeight):
                 tensor = read_tensor(reader, stored).float()
                 loaded[name] = Weight(tensor, tensor.shape[1], FLOATS["F32"]) if tensor.dim() == 2 else tensor
-            elif self.packs(stored, bits):
-                loaded[name] = read_packed(reader, stored, bits, exact)
+                continue
+            buffer = arena.take(self.matrix_bytes(stored, bits))
+            if self.packs(stored, bits):
+                loaded[name] = read_packed(reader, stored, buffer, bits, exact)
             else:
-                loaded[name] = read_weight(reader, stored, exact)
+                loaded[name] = read_weight(reader, stored, buffer, exact)
 
         def bound(table):
             return {word: loaded[name] for word, (name, _) in table.items()}
@@ -215,9 +219,9 @@ def read_tensor(reader, entry):
     return read_bytes(reader, entry).view(DTYPES[entry.dtype]).view(entry.shape)
 
 
-def read_weight(reader, stored, exact=False):
-    """A StoredWeight, or a part of one, in memory of its own -> Weight."""
-    buffer = torch.empty(stored.num_bytes, dtype=torch.uint8)
+def read_weight(reader, stored, buffer=None, exact=False):
+    """A StoredWeight, or a part of one, as it is -> Weight, in `buffer` or in memory of its own."""
+    buffer = torch.empty(stored.num_bytes, dtype=torch.uint8) if buffer is None else buffer
     # The scales first: whatever the data's length, they lie where their dtype wants them.
     at, scale_dtype = 0, None
     for entry in reversed(stored.entries):
@@ -228,9 +232,9 @@ def read_weight(reader, stored, exact=False):
     return view_weight(buffer, stored.format, stored.rows, stored.columns, at, 0, scale_dtype, exact)
 
 
-def read_packed(reader, stored, bits, exact=False):
-    """A matrix packed as it is read, a block of rows at a time: as float32 an output head alone is gigabytes."""
-    weight = empty_packed(grouped(bits), stored.rows, stored.columns, exact)
+def read_packed(reader, stored, buffer, bits, exact=False):
+    """A matrix packed into `buffer` as it is read, a block of rows at a time: as float32 a head alone is gigabytes."""
+    weight = packed_view(buffer, grouped(bits), stored.rows, stored.columns, exact)
     for start, stop in row_blocks(stored.rows, stored.columns):
         pack_rows(weight, start, read_weight(reader, stored.part(start, stop)).widen())
     return weight

@@ -75,7 +75,7 @@ def test_the_arena_is_allocated_up_front(cache_of):
     cache = cache_of(2)
     expert_bytes = 3 * 32 * 64 * 2
     slot_bytes = -(-expert_bytes // 4096) * 4096
-    assert len(cache.arena) == 4 * 2 * slot_bytes  # four sparse layers
+    assert len(cache.arena.bytes) == 4 * 2 * slot_bytes  # four sparse layers
     for slots in cache.free.values():
         assert all(start % 4096 == 0 and stop - start == slot_bytes for start, stop in slots)
 
@@ -106,5 +106,5 @@ def test_layers_of_different_formats_have_slots_of_their_own_size(load, tmp_path
     loaded = load(tmp_path, cap=3)
     sizes = loaded.plan.slot_bytes
     assert sizes == {1: 12288, 2: 24576, 3: 12288, 4: 12288}
-    assert len(loaded.model.experts.arena) == 3 * sum(sizes.values()) == loaded.plan.cache_bytes
+    assert len(loaded.model.experts.arena.bytes) == 3 * sum(sizes.values()) == loaded.plan.cache_bytes
     assert ask(loaded.model.experts, [0, 1, 2, 3]) == (0, 4)

@@ -178,6 +178,12 @@ def test_activations_are_rounded_to_eight_bits_in_groups(columns):
     assert rounded.shape == x.shape and not rounded[3].any()
 
 
+def test_activations_too_small_to_divide_by_become_zero():
+    x = torch.tensor([[1e-43, -3e-44, 2e-40] + [0.0] * 61, [1e-30] * 64])
+    assert not round_activations(x)[0].any()
+    torch.testing.assert_close(round_activations(x)[1], x[1])
+
+
 def test_integer_weights_round_activations_and_exact_does_not():
     x, matrix = torch.randn(3, 192), random(8, 192)
     weight = pack(matrix, grouped(4))

@@ -25,7 +25,7 @@ typedef struct {
 
 /* For each expert e, ascending: out[row] += share * down(silu(gate x[row]) * up x[row]) over its rows. */
 typedef struct {
-    const weight_t *matrices; /* gate, up, down of each expert, all of one format by position */
+    const weight_t *matrices; /* gate, up, down of each expert */
     const int64_t *starts;    /* [experts + 1]: where the rows of an expert begin in `rows` and `shares` */
     const int64_t *rows;      /* rows of x and out, ascending within an expert */
     const float *shares;
@@ -64,4 +64,7 @@ typedef struct {
     int (*experts)(const experts_t *);
     int (*mla)(const mla_t *);
     int (*index_scores)(const index_t *);
+    int (*sigmoid)(const float *x, float *out, int64_t n);
+    int (*silu_product)(const float *gate, const float *up, float *out, int64_t n);
+    int64_t (*read_memory)(const uint8_t *, int64_t); /* reads so many bytes; the result means nothing */
 } kernels_t;

@@ -66,6 +66,30 @@ static int prepare(prepared_t *out, const weight_t *w, const float *x, int64_t c
     return 0;
 }
 
+/* The same x for weights of several kinds: what each of them wants, made when the first of its kind asks. */
+#define SORTS 32
+typedef struct {
+    prepared_t sorts[SORTS];
+    int made[SORTS];
+} inputs_t;
+
+INLINE int sort_of(const weight_t *w) {
+    int rounds = is_integer(w->kind) && !w->exact;
+    return rounds ? w->kind + 8 * is_odd_group(w) : 16; /* floats all want the same */
+}
+static int prepare_for(inputs_t *inputs, const weight_t *w, const float *x, int64_t count, int64_t x_stride, int layouts) {
+    int sort = sort_of(w);
+    if (inputs->made[sort]) return 0;
+    inputs->made[sort] = 1;
+    return prepare(&inputs->sorts[sort], w, x, count, x_stride, layouts);
+}
+INLINE const input_t *input_for(const inputs_t *inputs, const weight_t *w) { return &inputs->sorts[sort_of(w)].in; }
+static void free_inputs(inputs_t *inputs) {
+    for (int i = 0; i < SORTS; i++)
+        if (inputs->made[i]) free(inputs->sorts[i].memory);
+    memset(inputs, 0, sizeof *inputs);
+}
+
 static int64_t work_bytes(const weight_t *w) {
     int64_t wide = 4 * 4 * FLOAT_COLUMNS, tile = scratch_bytes(w->columns);
     return wide > tile ? wide : tile;
@@ -122,8 +146,8 @@ static int linear(const linear_t *c) {
 typedef struct {
     const experts_t *call;
     int64_t first, stop;       /* experts of this round */
-    const input_t *in;         /* x, for gate and up */
-    const input_t *hidden_in;  /* hidden, for down */
+    inputs_t in;               /* x, for gate and up */
+    inputs_t hidden_in;        /* hidden, for down */
     const int64_t *ids;        /* 0, 1, 2 ...: rows of hidden */
     float *hidden, *up;        /* [rows of this round, width] */
     int failed;
@@ -142,8 +166,8 @@ static void up_piece(void *context, int64_t piece) {
         return;
     }
     float *g = job->hidden + at * c->width, *u = job->up + at * c->width;
-    times(gate, job->in, c->rows + start, count, row, stop, g, c->width, scratch);
-    times(up, job->in, c->rows + start, count, row, stop, u, c->width, scratch);
+    times(gate, input_for(&job->in, gate), c->rows + start, count, row, stop, g, c->width, scratch);
+    times(up, input_for(&job->in, up), c->rows + start, count, row, stop, u, c->width, scratch);
     for (int64_t i = 0; i < count; i++)
         for (int64_t r = row; r < stop; r += 16) {
             float *a = g + i * c->width + r, *b = u + i * c->width + r;
@@ -159,8 +183,7 @@ static void down_piece(void *context, int64_t piece) {
     int64_t base = c->starts[job->first];
     for (int64_t e = job->first; e < job->stop; e++)
         most = c->starts[e + 1] - c->starts[e] > most ? c->starts[e + 1] - c->starts[e] : most;
-    const weight_t *down = c->matrices + 2;
-    int64_t work = up_to(work_bytes(down), 64);
+    int64_t work = up_to(work_bytes(c->matrices + 2), 64);
     uint8_t *scratch = thread_scratch(work + 4 * most * PIECE_ROWS);
     if (!scratch) {
         job->failed = 1;
@@ -169,7 +192,8 @@ static void down_piece(void *context, int64_t piece) {
     float *y = (float *)(scratch + work);
     for (int64_t e = job->first; e < job->stop; e++) {
         int64_t start = c->starts[e], count = c->starts[e + 1] - start;
-        times(c->matrices + 3 * e + 2, job->hidden_in, job->ids + start - base, count, row, stop, y - row, PIECE_ROWS, scratch);
+        const weight_t *down = c->matrices + 3 * e + 2;
+        times(down, input_for(&job->hidden_in, down), job->ids + start - base, count, row, stop, y - row, PIECE_ROWS, scratch);
         for (int64_t i = 0; i < count; i++) {
             float *out = c->out + c->rows[start + i] * c->hidden, share = c->shares[start + i];
             for (int64_t r = row; r < stop; r++) out[r] = fmaf(share, y[i * PIECE_ROWS + r - row], out[r]);
@@ -188,29 +212,35 @@ static int experts(const experts_t *c) {
         largest = count > largest ? count : largest;
     }
     if (!round) return 0;
-    prepared_t p, h;
-    if (prepare(&p, c->matrices, c->x, c->count, c->hidden, few | many)) return 1;
     float *hidden = malloc((size_t)(8 * round * c->width));
     int64_t *ids = malloc((size_t)(8 * round));
-    experts_job_t job = {c, 0, 0, &p.in, &h.in, ids, hidden, hidden ? hidden + round * c->width : NULL, !hidden || !ids};
+    experts_job_t job = {.call = c, .ids = ids, .hidden = hidden, .up = hidden ? hidden + round * c->width : NULL};
+    job.failed = !hidden || !ids;
     for (int64_t i = 0; ids && i < round; i++) ids[i] = i;
+    for (int64_t e = 0; e < c->experts && !job.failed; e++)
+        for (int i = 0; i < 2; i++)
+            job.failed |= prepare_for(&job.in, c->matrices + 3 * e + i, c->x, c->count, c->hidden, few | many);
     while (!job.failed && job.stop < c->experts) {
         job.first = job.stop++;
         while (job.stop < c->experts && c->starts[job.stop + 1] - c->starts[job.first] <= TOGETHER) job.stop++;
         int64_t rows = c->starts[job.stop] - c->starts[job.first];
         run_pieces(up_piece, &job, (job.stop - job.first) * ((c->width + PIECE_ROWS - 1) / PIECE_ROWS));
-        if (job.failed) break;
-        if (prepare(&h, c->matrices + 2, hidden, rows, c->width, few | many)) {
-            job.failed = 1;
-            break;
-        }
-        run_pieces(down_piece, &job, (c->hidden + PIECE_ROWS - 1) / PIECE_ROWS);
-        free(h.memory);
+        for (int64_t e = job.first; e < job.stop && !job.failed; e++)
+            job.failed |= prepare_for(&job.hidden_in, c->matrices + 3 * e + 2, hidden, rows, c->width, few | many);
+        if (!job.failed) run_pieces(down_piece, &job, (c->hidden + PIECE_ROWS - 1) / PIECE_ROWS);
+        free_inputs(&job.hidden_in);
     }
+    free_inputs(&job.in);
     free(ids);
     free(hidden);
-    free(p.memory);
     return job.failed;
+}
+
+static int silu_product(const float *gate, const float *up, float *out, int64_t n) {
+    int64_t i = 0;
+    for (; i + 16 <= n; i += 16) vf_store(out + i, silu_times(vf_load(gate + i), vf_load(up + i)));
+    if (i < n) vf_store_n(out + i, silu_times(vf_load_n(gate + i, n - i), vf_load_n(up + i, n - i)), n - i);
+    return 0;
 }
 
 /* -------------------------------------------------------------------------------------------------------------------
@@ -218,8 +248,56 @@ static int experts(const experts_t *c) {
 
 #include "attention.inc"
 
+/* -------------------------------------------------------------------------------------------------------------------
+ * The router's scores */
+
+/* 1 / (1 + e^-x) of n values: e^-|x| is at most 1, so nothing overflows. NaN stays NaN. */
+static int sigmoid(const float *x, float *out, int64_t n) {
+    for (int64_t i = 0; i < n; i += 16) {
+        int64_t left = n - i < 16 ? n - i : 16;
+        vf v = vf_load_n(x + i, left), e = vf_exp_negative(vf_sub(vf_zero(), vf_abs(v)));
+        vf low = vf_div(vf_set1(1), vf_add(vf_set1(1), e)); /* of |x| */
+        float a[16], b[16], c[16];
+        vf_store(a, v), vf_store(b, low), vf_store(c, vf_mul(e, low));
+        for (int64_t j = 0; j < left; j++) out[i + j] = a[j] >= 0 ? b[j] : a[j] < 0 ? c[j] : a[j];
+    }
+    return 0;
+}
+
+/* -------------------------------------------------------------------------------------------------------------------
+ * A plain read of memory, what everything else is measured against */
+
+#define READ_BYTES (1 << 20)
+
+typedef struct {
+    const uint8_t *data;
+    int64_t bytes;
+    _Atomic int64_t sum;
+} read_job_t;
+
+static void read_piece(void *context, int64_t piece) {
+    read_job_t *job = context;
+    const uint8_t *p = job->data + piece * READ_BYTES;
+    int64_t n = job->bytes - piece * READ_BYTES < READ_BYTES ? job->bytes - piece * READ_BYTES : READ_BYTES;
+    vi a = vi_zero(), b = vi_zero();
+    for (int64_t i = 0; i + 128 <= n; i += 128) {
+        __builtin_prefetch(p + i + PAGE_AHEAD);
+        __builtin_prefetch(p + i + PAGE_AHEAD + 64);
+        a = vi_add(a, vi_load((const int32_t *)(p + i))), b = vi_add(b, vi_load((const int32_t *)(p + i + 64)));
+    }
+    int32_t lanes[16];
+    vi_store(lanes, vi_add(a, b));
+    job->sum += lanes[0] ^ lanes[7];
+}
+
+static int64_t read_memory(const uint8_t *data, int64_t bytes) {
+    read_job_t job = {data, bytes, 0};
+    run_pieces(read_piece, &job, (bytes + READ_BYTES - 1) / READ_BYTES);
+    return job.sum;
+}
+
 #define JOIN_(a, b) a##b
 #define JOIN(a, b) JOIN_(a, b)
 #define TEXT_(a) #a
 #define TEXT(a) TEXT_(a)
-const kernels_t JOIN(kernels_, NAME) = {TEXT(NAME), linear, experts, mla, index_scores};
+const kernels_t JOIN(kernels_, NAME) = {TEXT(NAME), linear, experts, mla, index_scores, sigmoid, silu_product, read_memory};

@@ -1,6 +1,9 @@
 /* The door of the library. */
 #include "colibri.h"
 #include "pool.h"
+#if defined(NEONDOT) && defined(__linux__)
+#include <sys/auxv.h>
+#endif
 
 #define JOIN_(a, b) a##b
 #define JOIN(a, b) JOIN_(a, b)
@@ -19,6 +22,9 @@ EXPORT const kernels_t *colibri_kernels(void) {
 #endif
 #if defined(AVX512VNNI)
     if (!__builtin_cpu_supports("avx512vnni")) return 0;
+#endif
+#if defined(NEONDOT) && defined(__linux__)
+    if (!(getauxval(AT_HWCAP) & HWCAP_ASIMDDP)) return 0;
 #endif
     return &JOIN(kernels_, NAME);
 }

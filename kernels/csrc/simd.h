@@ -3,9 +3,11 @@
  * Every kernel is written once against these few operations. A lane always does the same arithmetic in the same order
  * (fused multiply-add included), so results are equal bit by bit whichever set of instructions runs them.
  *
- * One of AVX512VNNI, AVX512, AVX2, NEON or none (plain C) is defined by the build for each copy of the kernels.
+ * One of AVX512VNNI, AVX512, AVX2, NEONDOT, NEON or none (plain C) is defined by the build for each copy of the
+ * kernels.
  */
 #pragma once
+#include <float.h>
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
@@ -298,6 +300,9 @@ INLINE float vf_max_of(vf x) {
     return most;
 }
 
+#elif defined(NEONDOT) || defined(NEON)
+#include "simd_neon.h"
+
 #else /* plain C: the definition, and what compilers turn into the vectors of other processors */
 
 typedef struct { float x[16]; } vf;
@@ -380,6 +385,9 @@ INLINE float vf_sum(vf a) {
     __m128 y = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
     y = _mm_add_ps(y, _mm_movehl_ps(y, y));
     return _mm_cvtss_f32(_mm_add_ss(y, _mm_shuffle_ps(y, y, 1)));
+#elif defined(NEONDOT) || defined(NEON)
+    float32x4_t x = vaddq_f32(vaddq_f32(a.a, a.c), vaddq_f32(a.b, a.d));
+    return vpadds_f32(vadd_f32(vget_low_f32(x), vget_high_f32(x)));
 #else
     float x[16];
     vf_store(x, a);

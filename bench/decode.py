@@ -1,0 +1,164 @@
+"""A whole model in memory: tokens a second of warm decode and prefill, and where the time goes.
+
+    make bench-decode             or     SNAP=/models/glm-5.2-int4 RAM_GB=20 python bench/decode.py [--prompt 512]
+
+Without SNAP a synthetic snapshot is made in a temporary folder: GLM-5.2's layers (one dense, three sparse), 64 experts,
+4.8 GB. A step is repeated from the same KV state, so that after the first time all its experts are in the cache and
+no disk is measured. MBU is weight bytes a second over those of a plain read of memory in the same run, with as many
+threads; GFLOP/s of the prefill stand beside those of torch's bf16 linear at as many rows.
+"""
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from engine.load import load_model
+from forward.kv_state import KvState
+from forward.step import step
+from kernels import dispatch
+from settings import EMBEDDED_SNAPSHOT, Settings
+from snapshot.arena import Arena
+from snapshot.resident import MoeWeights
+
+SYNTHETIC = Path(__file__).resolve().parents[1] / "scripts" / "make_synthetic.py"
+READ_BYTES = 256 << 20
+OPERATIONS = ("linear", "add_experts", "absorbed_attention", "index_scores")
+CONTEXT = 1024
+
+
+class Clocked:
+    """The kernels with a clock around each call."""
+
+    def __init__(self, native):
+        self.native, self.seconds, self.calls = native, {}, {}
+        for name in OPERATIONS:
+            setattr(self, name, self.clocked(name, getattr(native, name)))
+
+    def clocked(self, name, operation):
+        def call(*arguments):
+            started = time.perf_counter()
+            result = operation(*arguments)
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
+            self.calls[name] = self.calls.get(name, 0) + 1
+            return result
+
+        return call
+
+
+def weight_bytes(model):
+    """Bytes of all weights that one token reads, and its multiplications: each matrix but the embedding once, of the
+    routed experts those of one token."""
+    matrices, c = [], model.config
+    for layer, weights in enumerate(model.weights.layers):
+        attention = weights.attention
+        matrices += [attention.q_a, attention.q_b, attention.kv_a, attention.kv_b, attention.o]
+        if weights.indexer:
+            matrices += [weights.indexer.q_b, weights.indexer.k, weights.indexer.head_weights]
+        mlp = weights.mlp
+        if isinstance(mlp, MoeWeights):
+            matrices += [mlp.router, mlp.shared.gate, mlp.shared.up, mlp.shared.down]
+            [[(_, three)]] = model.experts.batches(layer, [0])
+            matrices += [*three] * c.num_active_experts
+        else:
+            matrices += [mlp.gate, mlp.up, mlp.down]
+    matrices.append(model.weights.lm_head)
+    return sum(m.num_bytes for m in matrices), sum(m.rows * m.columns for m in matrices[:-1])
+
+
+def repeat(work, seconds=4.0, least=5):
+    """Seconds of one call, of many."""
+    times, until = [], time.perf_counter() + seconds
+    while len(times) < least or time.perf_counter() < until:
+        started = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - started)
+    return times
+
+
+def run(folder, prompt):
+    settings = Settings.read([], snap=folder)
+    loaded = load_model(settings)
+    model, native = loaded.model, dispatch.candidates[0]
+    print(f"{Path(folder).name} | {loaded.kernels} | {loaded.plan.num_slots} slots a layer\n")
+    memory = Arena(READ_BYTES).take(READ_BYTES).fill_(1)
+
+    def read():
+        return READ_BYTES / statistics.median(repeat(lambda: native.read_memory(memory), 0.5)) / 1e9
+
+    ids = torch.randint(model.config.vocab_size, (CONTEXT,), generator=torch.Generator().manual_seed(1)).tolist()
+    kv = KvState(model.config, CONTEXT)
+    step(model, [(ids[:64], kv)])
+    num_bytes, num_weights = weight_bytes(model)
+
+    def decode():
+        step(model, [(ids[64:65], kv)])
+        kv.trim(64)
+
+    decode()
+    model.experts.reset_counters()
+    model.profile.reset()
+    dispatch.candidates[0] = clocked = Clocked(native)
+    before = read()
+    times = repeat(decode)
+    plain = (before + read()) / 2
+    dispatch.candidates[0] = native
+    median, total = statistics.median(times), sum(times)
+    hit = model.experts.counters.hit_rate
+    print(f"decode: {1 / median:.1f} tok/s, {median * 1e3:.2f} ms a token, expert hit {hit:.0%}")
+    print(f"  weights {num_bytes / 1e9:.3f} GB a token, {num_bytes / median / 1e9:.1f} GB/s of {plain:.1f}: MBU "
+          f"{num_bytes / median / 1e9 / plain:.2f}")  # fmt: skip
+    print(f"  in kernels {sum(clocked.seconds.values()) / total:.1%} of the time")
+    for name, seconds in clocked.seconds.items():
+        each = seconds / len(times)
+        print(f"    {name:20}{each * 1e3:8.2f} ms {seconds / total:6.1%}  {clocked.calls[name] / len(times):.0f} calls")
+    stages = " | ".join(
+        f"{stage} {value / len(times) * 1e3:.2f}" for stage, value in model.profile.seconds.items() if value
+    )
+    print(f"  by stage, ms: {stages}\n")
+
+    kv.trim(0)
+
+    def prefill():
+        step(model, [(ids[:prompt], kv)])
+        kv.trim(0)
+
+    prefill()
+    model.experts.reset_counters()
+    seconds = statistics.median(repeat(prefill, least=3))
+    torch.set_num_threads(native_threads := max(1, settings.threads or len(os.sched_getaffinity(0))))
+    x, w = torch.randn(prompt, 6144).bfloat16(), torch.randn(2048, 6144).bfloat16()
+    rate = 2 * prompt * w.numel() / statistics.median(repeat(lambda: F.linear(x, w), 1.0)) / 1e9
+    mine = 2 * prompt * num_weights / seconds / 1e9
+    print(f"prefill: {prompt} tokens in {seconds:.2f} s, {prompt / seconds:.0f} tok/s, expert hit "
+          f"{model.experts.counters.hit_rate:.0%}")  # fmt: skip
+    print(f"  {mine:.0f} GFLOP/s in matrices; torch bf16 linear at {prompt} rows, {native_threads} threads: {rate:.0f} "
+          f"-> {mine / rate:.2f}")  # fmt: skip
+    loaded.close()
+
+
+def main(arguments=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompt", type=int, default=512, help="tokens of the prefill (default 512)")
+    args = parser.parse_args(arguments)
+    snap = Settings.read([]).snap
+    if snap != str(EMBEDDED_SNAPSHOT):
+        run(snap, args.prompt)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        script = [sys.executable, str(SYNTHETIC), "glm-5.2", f"{folder}/glm"]
+        sizes = "--experts 64 --vocab 32768 --prompt 64 --tokens 8 --report-tokens 0".split()
+        subprocess.run([*script, *sizes], check=True)
+        run(f"{folder}/glm", args.prompt)
+
+
+if __name__ == "__main__":
+    main()
