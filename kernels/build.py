@@ -38,6 +38,10 @@ class BuildError(Exception):
     """There is no library, and why, in one line."""
 
 
+class NoCompiler(BuildError):
+    """The one reason that is nobody's fault."""
+
+
 def processor_flags():
     """What /proc/cpuinfo says the processor can do; where there is none, what every processor of its kind can."""
     baseline = NEON if platform.machine() in ("aarch64", "arm64") else ()
@@ -80,7 +84,9 @@ def find_library(folder, variant, compiler=None, extra=()):
         with locked(folder):  # a second process waits for the first, and finds what it made
             if path.exists() or compile_into(path, command, variant, extra, problems):
                 return path
-    raise BuildError(problems[0] if problems else "no C compiler was found (cc, gcc, clang, or pip install ziglang)")
+    if problems:
+        raise BuildError(problems[0])
+    raise NoCompiler("no C compiler was found (cc, gcc, clang, or pip install ziglang)")
 
 
 def compile_into(path, command, variant, extra, problems):
