@@ -14,6 +14,7 @@ the same id takes other experts elsewhere. The ids are no text but have the stat
 change (scripts/synthetic/text.py).
 
 At the end the engine runs --report-tokens of the ids and the script prints what the routing really does; 0 skips it.
+Exit code 2 is bad input or a full disk, said in one line; sizes that the engine would refuse are refused at once.
 """
 
 import argparse
@@ -34,20 +35,23 @@ from scripts.synthetic.shapes import DEFAULTS, make_config
 from scripts.synthetic.structure import ROUTINGS
 from scripts.synthetic.tensors import model_groups
 from scripts.synthetic.text import topic_ids, uniform_ids
+from snapshot.config import Fields
 from snapshot.errors import Refused
+from snapshot.families.glm_moe_dsa import read_config
 
 SOURCE = "scripts/make_synthetic.py"
 SMALLS_OWN = ("hidden", "moe_width", "active", "index_topk")
+LEAST = {"hidden": 64, "vocab": 16, "report_tokens": 0, "seed": 0}  # of the others 1
 
 
-def read_arguments(arguments):
+def make_parser():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", choices=DEFAULTS)
     parser.add_argument("out", type=Path, metavar="DST")
     for name in ("layers", "experts", "vocab", "prompt", "tokens", "report_tokens"):
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int)
+        parser.add_argument(option(name), type=int)
     for name in SMALLS_OWN:
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, help="of the model small alone")
+        parser.add_argument(option(name), type=int, help="of the model small alone")
     parser.add_argument("--format", choices=FORMATS, default="int4-g64", help="of the routed experts", metavar="FORMAT")
     parser.add_argument("--dense-format", choices=FORMATS, help="of the rest; by default the same", metavar="FORMAT")
     parser.add_argument(
@@ -55,19 +59,30 @@ def read_arguments(arguments):
     )
     parser.add_argument("--routing", choices=ROUTINGS, default="trace")
     parser.add_argument("--seed", type=int, default=1)
-    args = parser.parse_args(arguments)
+    return parser
+
+
+def fill_in(args):
+    """Defaults for what was not said, and the config.json of it. Refused for sizes that mean nothing, here or to the
+    engine, before anything is written."""
     for name, value in DEFAULTS[args.name].items():
         if getattr(args, name) is None:
             setattr(args, name, value)
         elif args.name != "small" and name in SMALLS_OWN:
-            parser.error(f"--{name.replace('_', '-')} is for the model small, {args.name} has its own")
-    if min(getattr(args, name) for name in DEFAULTS[args.name] if name != "report_tokens") < 1:
-        parser.error("sizes must be 1 or more")
-    if args.hidden < 64 or args.vocab < 16:
-        parser.error("--hidden must be 64 or more, --vocab 16 or more")
+            raise Refused(f"{option(name)} is for the model small, {args.name} has its own")
+    for name in (*DEFAULTS[args.name], "seed"):
+        value, least = getattr(args, name), LEAST.get(name, 1)
+        if value < least:
+            raise Refused(f"{option(name)} is {value}, it must be {least} or more")
     args.active = min(args.active, args.experts)
     args.report_tokens = min(args.report_tokens, args.prompt + args.tokens)
-    return args
+    config = make_config(args.name, args)
+    read_config(Fields(config, "the engine runs no model of these sizes"))
+    return config
+
+
+def option(name):
+    return f"--{name.replace('_', '-')}"
 
 
 def plan_files(args, config, filler, rng):
@@ -78,13 +93,14 @@ def plan_files(args, config, filler, rng):
         yield path, groups, parts, stamps, shard_bytes(path, parts, stamps, SOURCE)
 
 
-def write_snapshot(args):
+def write_snapshot(args, config):
     """Write config.json, the weights and ref_glm.json -> (bytes, seconds) of the weights."""
-    config = make_config(args.name, args)
     # One generator for each purpose, so that all formats get the same text and the same routers.
     of_text, of_structure, of_weights = (np.random.default_rng([args.seed, purpose]) for purpose in range(3))
     formats = Formats(FORMATS[args.format], FORMATS[args.dense_format or args.format])
     filler = Filler(formats, args.scales, args.hidden * args.moe_width, of_weights)
+    if args.out.exists() and not args.out.is_dir():
+        raise Refused(f"{args.out}: is a file; DST must name a folder")
     args.out.mkdir(parents=True, exist_ok=True)
     if list(args.out.glob("*.safetensors")):
         raise Refused(f"{args.out}: holds weights already; name another folder, or empty it")
@@ -105,16 +121,28 @@ def write_snapshot(args):
 
 
 def main(arguments=None):
-    args = read_arguments(arguments)
+    args = make_parser().parse_args(arguments)
     try:
-        total, seconds = write_snapshot(args)
+        total, seconds = write_snapshot(args, fill_in(args))
         print(f"{args.out}: {total / 1e9:.2f} GB in {seconds:.1f} s, {total / seconds / 1e9:.2f} GB/s")
         if args.report_tokens and args.layers > 1:
             print_report(args.out, args.report_tokens)
+        return 0
     except Refused as error:
         print(f"make_synthetic: {error}", file=sys.stderr)
-        return 2
-    return 0
+    except OSError as error:
+        what = error.strerror or error
+        print(f"make_synthetic: {error.filename or args.out}: {what}{unfinished(args.out)}", file=sys.stderr)
+    except KeyboardInterrupt:
+        print(f"\nmake_synthetic: interrupted{unfinished(args.out)}", file=sys.stderr)
+        return 130
+    return 2
+
+
+def unfinished(folder):
+    """What to do with a folder whose weights were begun and not finished."""
+    begun = any(folder.glob("*.safetensors*")) and not (folder / "config.json").exists()
+    return f"; {folder} is unfinished, delete it" if begun else ""
 
 
 if __name__ == "__main__":

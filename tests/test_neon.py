@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels.build import NEON, NEONDOT, SOURCES, BuildError, best_variant, find_library, machine_flags, processor_flags
+from kernels.build import NEON, NEONDOT, SOURCES, NoCompiler, best_variant, find_library, machine_flags, processor_flags
 from kernels.native import ExpertsStruct, IndexStruct, LinearStruct, MlaStruct, Native, WeightStruct, struct_of
 from kernels.packing import FORMATS, FP8, Weight
 from tests.conftest import FIXTURES
@@ -227,8 +227,8 @@ def emulate(tmp_path_factory):
 def memory(emulate):
     try:
         native = Native(find_library(FOLDER, "portable"))
-    except BuildError as error:
-        pytest.skip(f"no C compiler: {error}")
+    except NoCompiler as error:
+        pytest.skip(str(error))
     out = Memory()
     for add in (add_linears, add_odd_numbers, add_experts, add_attention, add_indexer, add_elementwise):
         add(out, native)

