@@ -6,6 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 
 CGROUP = Path("/sys/fs/cgroup")
+SELF = Path("/proc/self/cgroup")
 
 
 def num_threads():
@@ -34,7 +35,7 @@ def quota():
 def cgroup_folders():
     """Our cgroup and each above it, of version 2 and of the cpu controller of version 1."""
     try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
+        lines = SELF.read_text().splitlines()
     except OSError:
         return
     for line in lines:

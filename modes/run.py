@@ -76,6 +76,7 @@ class Run:
             "mode": self.mode,
             "model": self.loaded.folder.resolve().name,
             "model_type": self.model.config.model_type,
+            "kernels": self.loaded.kernels.removeprefix("[kernels] "),
             "prompt_tokens": self.num_prompt_ids,
             "tokens": num_decoded if self.mode == "replay" else c.tokens,
             "prefill_s": prefill,

@@ -10,13 +10,10 @@ import hashlib
 import json
 import math
 import os
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from snapshot.expert_disk import PAGE
 from snapshot.formats import SCALES
 from snapshot.index import ITEM_BYTES, STAMP
@@ -85,6 +82,18 @@ def make_metadata(formats, source):
     return {"format": "pt", STAMP: json.dumps(formats), SOURCE: source, CHECKSUM: UNKNOWN}
 
 
+def shard_header(path, groups, formats, source=""):
+    """The header of write_shard's file, the checksum still UNKNOWN."""
+    return make_header(padded(groups, path.stem), make_metadata(formats, source))
+
+
+def with_checksum_of(header, digest):
+    """A header with another checksum. It stands behind its key, and nowhere else can these quotes be unescaped."""
+    key = f'"{CHECKSUM}":"'.encode()
+    before, found, after = header.partition(key)
+    return before + found + digest.encode() + after[len(UNKNOWN) :] if found else header
+
+
 def write_shard(path, groups, buffers, formats, source="", with_checksum=True):
     """Write one file of a container.
 
@@ -109,7 +118,7 @@ def write_shard(path, groups, buffers, formats, source="", with_checksum=True):
                 data = data[file.write(data) :]
         if with_checksum:
             file.seek(0)
-            file.write(header.replace(UNKNOWN.encode(), digest.hexdigest().encode()))
+            file.write(with_checksum_of(header, digest.hexdigest()))
         os.fsync(file.fileno())
     os.replace(partial, path)
 

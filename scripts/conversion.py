@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 
 from kernels.packing import DTYPES, FORMATS, SEARCH, Format, quantise, row_blocks
-from scripts.container import PADDING, Part, part_of, shard_bytes, weight_parts
+from scripts.container import PADDING, Part, part_of, shard_bytes, shard_header, weight_parts
 from snapshot.config import read_config
-from snapshot.errors import Refused
+from snapshot.errors import Refused, printable
 from snapshot.expert_disk import MATRICES, ExpertDisk
 from snapshot.formats import FP8_SCALES, SCALES, StoredWeight, find_weight
 from snapshot.index import TensorEntry, read_index
@@ -18,7 +18,7 @@ from snapshot.resident import ResidentTensors, read_bytes, read_weight
 
 INDEXER_BITS = 8  # at least: its scores decide which positions a row sees at all
 MIN_F16_SCALE = 2.0**-20  # of the largest of a matrix: below it F16 has no more than four bits left
-SAMPLE_BYTES = 4096  # of the end of each file, that tell one source from another of the same shapes
+SAMPLE_BYTES, SAMPLES = 4096, 16  # of each file, that tell one source from another of the same shapes
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,13 +127,21 @@ class Conversion:
         mtp_prefix = self.family.layer_prefix(self.mtp_layer)
         has_mtp = bool(options.mtp) and index.has_layer(mtp_prefix)
         layers = (*self.config.sparse_layers, *([self.mtp_layer] if has_mtp else []))
-        self.disk = ExpertDisk(self.config, self.family, index, self.reader, layers)
-        index.check_rest(mtp_prefix)
-        top = list(self.table_groups(self.family.model_tensors(self.config), "embeddings"))
-        shards = [top, *(self.layer_groups(layer) for layer in range(self.mtp_layer + has_mtp))]
+        try:
+            self.disk = ExpertDisk(self.config, self.family, index, self.reader, layers)
+            index.check_rest(mtp_prefix)
+            top = list(self.table_groups(self.family.model_tensors(self.config), "embeddings"))
+            shards = [top, *(self.layer_groups(layer) for layer in range(self.mtp_layer + has_mtp))]
+        except Refused as error:
+            # The engine does without the MTP layer, so it runs such a snapshot.
+            if not has_mtp or f"tensor {mtp_prefix}" not in str(error):
+                raise
+            joint = " Or" if str(error).endswith("?") else "; or"
+            raise Refused(f"{error}{joint} leave the MTP layer out with --mtp 0") from None
         top += [Group(Copy(index.take(name))) for name in self.unknown_names(shards, mtp_prefix)]
         self.shards = {f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors": groups for i, groups in enumerate(shards)}
-        self.source = f"{folder.resolve().name} {fingerprint(index, self.reader)}"
+        # A name with bytes that are no text would make a header that no other program reads.
+        self.source = f"{printable(folder.resolve().name)} {fingerprint(index, self.reader)}"
 
     def layer_groups(self, layer):
         """One layer: each matrix, the vectors and the router together, then each expert."""
@@ -187,17 +195,26 @@ class Conversion:
         """How long a file will be."""
         return shard_bytes(Path(file), [group.parts for group in self.shards[file]], self.formats(file), self.source)
 
+    def header(self, file):
+        """How a file will begin, but for the checksum."""
+        return shard_header(Path(file), [group.parts for group in self.shards[file]], self.formats(file), self.source)
+
 
 def fingerprint(index, reader):
-    """Twelve digits that tell one source from another: names, places, and the last bytes of each file."""
+    """Twelve digits that tell one source from another: names, places, and samples of each file from its first byte of
+    data to its last. What changes between the samples alone is not noticed."""
     digest = hashlib.sha256()
-    last = {}
+    spans = {}
     for name in sorted(index.entries):
         entry = index.entries[name]
-        digest.update(f"{name} {entry.path.name} {entry.offset} {entry.num_bytes} {entry.dtype}\n".encode())
-        last[entry.path] = max(last.get(entry.path, 0), entry.offset + entry.num_bytes)
-    for path, end in sorted(last.items()):
-        sample = bytearray(min(SAMPLE_BYTES, end))
-        reader.read_into(path, end - len(sample), memoryview(sample), "the end of the file")
-        digest.update(sample)
+        shape = list(entry.shape)
+        digest.update(f"{name} {entry.path.name} {entry.offset} {entry.num_bytes} {entry.dtype} {shape}\n".encode())
+        first, end = spans.get(entry.path, (entry.offset, 0))
+        spans[entry.path] = min(first, entry.offset), max(end, entry.offset + entry.num_bytes)
+    for path, (first, end) in sorted(spans.items()):
+        sample = bytearray(min(SAMPLE_BYTES, end - first))
+        for i in range(SAMPLES):
+            at = first + (end - first - len(sample)) * i // (SAMPLES - 1)
+            reader.read_into(path, at, memoryview(sample), "a sample of the file")
+            digest.update(sample)
     return digest.hexdigest()[:12]

@@ -9,10 +9,17 @@ that has as few bits already is copied as it is, and so are norms, routers and b
 the tokenizer, the chat template and the configs. Started again after an interruption it goes on where it was, and the
 bytes are the same. --verify reads DST back when it is whole: the checksum of each file, and every matrix against SRC.
 
-Exit code 0 when DST is whole (and verified, if asked), 1 when --verify finds a difference, 2 for bad input.
+Memory: what is under way at once, an expert or a matrix for each thread, is held whole before it is written. The
+largest are the embedding and the head, which may be under way together. Those of GLM-5.2 are about 1 GB each packed to
+8 bits and 2 GB each copied as BF16, so 2 or 4 GB are needed beside what Python and torch take. --verify holds what was
+copied twice, and what was packed a few rows at a time.
+
+Exit code 0 when DST is whole (and verified, if asked), 1 when --verify finds a difference, 2 for bad input,
+130 when interrupted.
 """
 
 import argparse
+import fcntl
 import hashlib
 import os
 import shutil
@@ -20,18 +27,19 @@ import sys
 import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from kernels.packing import GROUPS, requantise, row_blocks
-from scripts.container import CHECKSUM, PARTIAL, SOURCE, write_shard
+from scripts.container import CHECKSUM, PARTIAL, UNKNOWN, with_checksum_of, write_shard
 from scripts.conversion import Conversion, Matrix, Options
-from snapshot.errors import Refused
+from snapshot.errors import Refused, printable
 from snapshot.formats import find_weight
-from snapshot.index import read_header, read_index
-from snapshot.reader import Reader, read_file
+from snapshot.index import INDEX_FILE, read_header, read_index
+from snapshot.reader import Reader, open_file, read_file
 from snapshot.resident import read_bytes, read_weight
 
 COMPANIONS = (
@@ -83,15 +91,19 @@ def convert(conversion, out, num_threads):
     for path in out.glob("*.safetensors"):
         if path.name not in sizes:
             raise Refused(f"{path}: is no file of this container; name an empty folder, or delete what is there")
+    if os.path.lexists(out / INDEX_FILE):
+        # The engine would read the files it lists and not those of the container.
+        raise Refused(f"{out / INDEX_FILE}: belongs to another snapshot; name an empty folder, or delete what is there")
     missing = [file for file in sizes if not is_written(conversion, out / file)]
     total = sum(sizes[file] for file in missing)
-    out.mkdir(parents=True, exist_ok=True)
-    check_disk(out, total)
+    check_disk(out, total, sizes)
+    # A link to nothing is a broken download: read_file refuses it before anything is written.
+    present = [name for name in COMPANIONS if os.path.lexists(conversion.folder / name)]
+    companions = {name: read_file(conversion.folder / name) for name in present}
     if len(missing) < len(sizes):
         print(f"[convert] {len(sizes) - len(missing)} of {len(sizes)} files are there already", file=sys.stderr)
-    for name in COMPANIONS:
-        if (conversion.folder / name).exists():
-            replace_file(out / name, read_file(conversion.folder / name))
+    for name, data in companions.items():
+        replace_file(out / name, data)
     progress = Progress("convert", total)
     for file in missing:
         groups = conversion.shards[file]
@@ -120,20 +132,43 @@ def in_threads(work, items, num_threads):
                 future.cancel()
 
 
+@contextmanager
+def locked(out):
+    """The folder, made if need be, for this process alone: two that write the same file would break it."""
+    out.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(out, os.O_RDONLY | os.O_CLOEXEC)  # the folder's own, so no file stays behind
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise Refused(f"{out}: another conversion is writing there; wait for it, or name another folder") from None
+        except OSError as error:  # some network file systems lock no folder
+            reason = f"{printable(str(out))} cannot be locked ({error.strerror})"
+            print(f"[convert] {reason}; start no second conversion into it", file=sys.stderr)
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def is_written(conversion, path):
-    """Whether a file of this very conversion is there; one of another conversion is refused."""
+    """Whether a file of this very conversion is there: its length and its whole header. Another file is refused."""
     if not path.exists():
         return False
-    _, metadata = read_header(path)
-    size = conversion.num_bytes(path.name)
-    if metadata.get(SOURCE) != conversion.source or path.stat().st_size != size:
+    expected = conversion.header(path.name)
+    with open(open_file(path), "rb") as file:
+        size, header = os.fstat(file.fileno()).st_size, file.read(len(expected))
+    if with_checksum_of(header, UNKNOWN) != expected:
         raise Refused(f"{path}: is of another source or other options; name an empty folder, or delete what is there")
+    num_bytes = conversion.num_bytes(path.name)
+    if size != num_bytes:
+        raise Refused(f"{path}: has {size} bytes instead of {num_bytes}, it is broken; delete it and start again")
     return True
 
 
-def check_disk(out, num_bytes):
-    """Refuse to begin what will not fit; a partial file counts as free, for it is written anew."""
-    partial = sum(path.stat().st_size for path in out.glob(f"*{PARTIAL}"))
+def check_disk(out, num_bytes, files):
+    """Refuse to begin what will not fit; a partial one of `files` counts as free, for it is written anew."""
+    partials = [out / (file + PARTIAL) for file in files]
+    partial = sum(path.stat().st_size for path in partials if path.exists())
     free = shutil.disk_usage(out).free + partial
     if num_bytes and num_bytes + SPARE_BYTES > free:
         raise Refused(
@@ -161,18 +196,20 @@ def verify(conversion, out, num_threads):
     index, reader = read_index(out), Reader()
     problems, errors = [], {}
     progress = Progress("verify", sum((out / file).stat().st_size for file in conversion.shards))
-    for file, groups in conversion.shards.items():
-        if checksum(out / file) != read_header(out / file)[1].get(CHECKSUM):
-            problems.append(f"{file}: its bytes do not have the checksum of its header")
-        work = [item for group in groups for item in group.items]
-        found = in_threads(lambda item: compare(item, conversion, index, reader), work, num_threads)
-        for item, (problem, role, error, power) in zip(work, found, strict=True):
-            problems += [problem] if problem else []
-            total = errors.setdefault(role, [0.0, 0.0])
-            total[0], total[1] = total[0] + error, total[1] + power
-            progress.add(sum(part.num_bytes for part in item.parts), file)
-        progress.end_of_file(file)
-    reader.close()
+    try:
+        for file, groups in conversion.shards.items():
+            if checksum(out / file) != read_header(out / file)[1].get(CHECKSUM):
+                problems.append(f"{file}: its bytes do not have the checksum of its header")
+            work = [item for group in groups for item in group.items]
+            found = in_threads(lambda item: compare(item, conversion, index, reader), work, num_threads)
+            for item, (problem, role, error, power) in zip(work, found, strict=True):
+                problems += [problem] if problem else []
+                total = errors.setdefault(role, [0.0, 0.0])
+                total[0], total[1] = total[0] + error, total[1] + power
+                progress.add(sum(part.num_bytes for part in item.parts), file)
+            progress.end_of_file(file)
+    finally:
+        reader.close()
     return problems, {role: (error / power) ** 0.5 for role, (error, power) in errors.items() if role and power}
 
 
@@ -219,7 +256,11 @@ def main(arguments):
     parser.add_argument("--embeddings", type=int, choices=bits, default=8, help="of the embedding and lm_head (8)")
     parser.add_argument("--mtp", type=int, choices=(*bits, 0), default=8, help="of the MTP layer (8); 0 leaves it out")
     parser.add_argument(
-        "--group", type=int, choices=(*GROUPS, 0), default=64, help="columns of a group, 0 = a row (64)"
+        "--group",
+        type=int,
+        choices=(*GROUPS, 0),
+        default=64,
+        help="columns of a group, 0 = a row (64); 3 bits are always in groups of 64",
     )
     parser.add_argument("--scales", choices=("F16", "F32"), default="F16", help="dtype of the scales (F16)")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="matrices quantised at once (all cores)")
@@ -248,23 +289,32 @@ def run(args, options):
         raise Refused(f"{args.out}: is SRC itself, which is never written; name another folder")
     started, conversion = time.monotonic(), Conversion(args.source, options)
     try:
-        written = convert(conversion, args.out, max(1, args.threads))
-        size = sum((args.out / file).stat().st_size for file in conversion.shards)
-        before = sum(entry.num_bytes for entry in conversion.index.entries.values())
-        seconds = time.monotonic() - started
-        sizes = f"{size / 1e9:.3f} GB from {before / 1e9:.3f} GB"
-        print(f"{args.out}: {sizes}, {written / 1e9:.3f} GB written in {seconds:.0f} s")
-        if not args.verify:
-            return 0
-        problems, errors = verify(conversion, args.out, max(1, args.threads))
-        for role, error in errors.items():
-            print(f"{role}: relative error {error:.4f} (root of squared errors over squares)")
-        for problem in problems[:MAX_ERRORS]:
-            print(f"DIFFERS {problem}")
-        print(f"verify: {len(problems)} differences" if problems else "verify: every file and every matrix is right")
-        return 1 if problems else 0
+        with locked(args.out):
+            written = convert(conversion, args.out, max(1, args.threads))
+            size = sum((args.out / file).stat().st_size for file in conversion.shards)
+            before = sum(entry.num_bytes for entry in conversion.index.entries.values())
+            seconds = time.monotonic() - started
+            sizes = f"{size / 1e9:.3f} GB from {before / 1e9:.3f} GB"
+            print(f"{printable(str(args.out))}: {sizes}, {written / 1e9:.3f} GB written in {seconds:.0f} s")
+            if not args.verify:
+                return 0
+            try:
+                return report(*verify(conversion, args.out, max(1, args.threads)))
+            except KeyboardInterrupt:
+                print("\nconvert: interrupted; every file is written, verifying starts anew", file=sys.stderr)
+                return 130
     finally:
         conversion.reader.close()
+
+
+def report(problems, errors):
+    """Print what verify found -> exit code."""
+    for role, error in errors.items():
+        print(f"{role}: relative error {error:.4f} (root of squared errors over squares)")
+    for problem in problems[:MAX_ERRORS]:
+        print(f"DIFFERS {problem}")
+    print(f"verify: {len(problems)} differences" if problems else "verify: every file and every matrix is right")
+    return 1 if problems else 0
 
 
 if __name__ == "__main__":

@@ -102,9 +102,10 @@ def fused_entries(config, family, index, layer):
     present = [name in index for name, _ in table.values()]
     if not any(present):
         return None
-    single = family.expert_tensors(config, layer, 0)["gate"][0]
-    if single in index:
-        raise Refused(f"{index.folder}: layer {layer} has its experts twice, as {single} and fused")
+    for expert in range(config.num_experts):
+        single = family.expert_tensors(config, layer, expert)["gate"][0]
+        if single in index:
+            raise Refused(f"{index.folder}: layer {layer} has its experts twice, as {single} and fused")
     return {word: index.find(*table[word]) for word in table}
 
 

@@ -109,8 +109,9 @@ def container_weight(index, name, rows, columns):
             refuse(f"is stamped {fmt} and has {data.num_bytes} bytes and {num_scales} scales, which do not fit")
     else:
         fmt = infer_format(data.num_bytes, num_scales, scales.dtype, rows, columns, refuse)
-    if scales.dtype not in (("F32",) if fmt is FP8 else ("F32", "F16")):
-        refuse(f"has scales of dtype {shorten(scales.dtype)}, expected F32 or F16")
+    dtypes = ("F32",) if fmt is FP8 else ("F32", "F16")
+    if scales.dtype not in dtypes:
+        refuse(f"has scales of dtype {shorten(scales.dtype)}, {fmt} goes with {' or '.join(dtypes)}")
     return StoredWeight(name, fmt, rows, columns, data, scales)
 
 

@@ -1,7 +1,9 @@
 """scripts/convert.py: what is written, that it is the model it came from, and that nothing is lost on the way."""
 
+import fcntl
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,8 +13,13 @@ import pytest
 import safetensors.torch
 import torch
 
-from kernels.packing import FORMATS
+import colibri
+import engine.load
+from forward.kv_state import KvState
+from forward.step import step_logprobs
+from kernels.packing import FORMATS, quantise_blocks
 from scripts import convert
+from settings import Settings
 from snapshot.config import read_config
 from snapshot.expert_disk import PAGE, ExpertDisk
 from snapshot.formats import StoredWeight
@@ -20,7 +27,7 @@ from snapshot.index import read_header, read_index
 from snapshot.reader import Reader
 from snapshot.resident import ResidentTensors, read_tensor, read_weight
 from tests.conftest import FIXTURES, ORACLES, ROOT, read_json, reference, write_fused
-from tests.test_forward import all_logits, check
+from tests.test_forward import all_logits, check, greedy
 
 TINY = ROOT / "models" / "tiny"
 SOURCES = [name for name in ORACLES if name != "glm_moe_dsa_dense"]
@@ -65,6 +72,9 @@ def test_a_container_is_the_model_of_its_dequantised_weights(tmp_path, load, ora
     plain = load(dequantised(tmp_path / "out", tmp_path / "plain"))
     assert {fmt.name for fmt in plain.disk.formats} == {"f32"}
     torch.testing.assert_close(logits, all_logits(plain.model, ids), atol=2e-5, rtol=0)
+    # The C kernels add up in an order of their own for each format; those in torch widen and do the same arithmetic.
+    exact = [load(tmp_path / folder, KERNELS="reference", EXACT=1).model for folder in ("out", "plain")]
+    assert torch.equal(*(all_logits(model, ids) for model in exact))
     assert loaded.model.experts.counters.misses > 0
 
 
@@ -163,20 +173,80 @@ def test_what_comes_along(container):
     assert not list(container.glob("*.partial"))
 
 
-def test_every_mode_runs_on_a_container(container, run_colibri, tmp_path):
-    (tmp_path / "requests.txt").write_text('{"context": "And it came to pass", "continuation": " in those days"}\n')
-    ref = TINY / "ref_glm.json"
-    for variables, codes in [
-        ({"PROMPT": "In the beginning", "NGEN": 4, "TEMP": 0}, {0}),
-        ({"PROMPT": "Hello", "CHAT": 1, "NGEN": 4, "SEED": 1}, {0}),
-        ({"SCORE": tmp_path / "requests.txt"}, {0}),
-        ({"REPLAY": 1, "REF": ref}, {0}),
-        ({"TF": 1, "REF": ref}, {0, 1}),
-        ({"REF": ref}, {0, 1}),
-    ]:
-        process = run_colibri(SNAP=container, **variables)
-        assert process.returncode in codes, process.stderr
-        assert process.stdout and b"[format] experts int4-g64" in process.stderr
+def test_a_container_in_a_process_of_its_own(container, run_colibri):
+    process = run_colibri(SNAP=container, PROMPT="In the beginning", NGEN=4, TEMP=0)
+    assert process.returncode == 0 and process.stdout and b"[format] experts int4-g64" in process.stderr
+
+
+def as_fp8(source, out):
+    """A snapshot with its matrices as FP8 checkpoints have them."""
+    shutil.copytree(source, out)
+    tensors = safetensors.torch.load_file(source / "model.safetensors")
+    for name in [name for name, tensor in tensors.items() if tensor.dim() == 2 and name.startswith("model.layers.")]:
+        if not name.endswith("mlp.gate.weight"):
+            tensors[name], tensors[name + "_scale_inv"] = quantise_blocks(tensors[name].float())
+    safetensors.torch.save_file(tensors, out / "model.safetensors")
+
+
+FORMATS_OF_MODES = {
+    "default": ((), "experts int4-g64 | dense int4-g64"),
+    "int8": (("--experts", 8, "--dense", 8), "experts int8-g64 | dense int8-g64"),
+    "int4_row": (("--group", 0), "experts int4-row | dense int4-row"),
+    "int3": (("--experts", 3), "experts int3-g64"),
+    "int2": (("--experts", 2, "--dense", 8), "experts int2-g64 | dense int8-g64"),
+    "fp8": (None, "experts fp8-b128 | dense fp8-b128"),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS_OF_MODES)
+def test_every_mode_runs_on_every_format(name, tmp_path, load, monkeypatch, capsys):
+    """Each mode through the door, its numbers held against the same weights widened to F32."""
+    options, formats = FORMATS_OF_MODES[name]
+    folder, plain = tmp_path / "out", tmp_path / "plain"
+    if options is None:
+        as_fp8(TINY, folder)
+    else:
+        assert run(TINY, folder, *options) == 0
+    model = load(dequantised(folder, plain)).model
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(TINY / file, plain)
+    prompt = read_json(TINY / "ref_glm.json")["prompt_ids"]
+    continuation = greedy(model, prompt, 8)
+    full = prompt + continuation
+    predicted = all_logits(model, full).argmax(-1).tolist()
+    reference = {"prompt_ids": prompt, "full_ids": full, "tf_pred": predicted}
+    (tmp_path / "ref.json").write_text(json.dumps(reference))
+    (tmp_path / "requests.txt").write_text(f"{len(prompt)} 8 {' '.join(map(str, full))}\n")
+    logprobs, _ = step_logprobs(model, [(full[:-1], KvState(model.config, len(full)))], full[1:])
+
+    opened, plain_open = [], engine.load.open_snapshot
+    monkeypatch.setattr(
+        engine.load, "open_snapshot", lambda settings: opened.append(plain_open(settings)) or opened[-1]
+    )
+
+    def mode(snapshot=folder, **variables):
+        environ = {"SNAP": snapshot, "EXACT": 1, **variables}
+        try:
+            code = colibri.run(Settings.read([], {key: str(value) for key, value in environ.items()}))
+        finally:
+            while opened:  # which the end of the process does otherwise
+                opened.pop().close()
+        printed = capsys.readouterr()
+        assert code == 0, printed.err
+        assert (formats if snapshot == folder else "experts f32") in printed.err
+        return printed.out
+
+    capsys.readouterr()
+    ref, report = tmp_path / "ref.json", tmp_path / "report.json"
+    assert "oracle: 8/8 tokens equal" in mode(REF=ref)
+    assert f"{len(full)}/{len(full)} positions equal" in mode(TF=1, REF=ref)
+    [line] = mode(SCORE=tmp_path / "requests.txt").splitlines()
+    logprob, count, is_greedy = line.split()
+    assert float(logprob) == pytest.approx(logprobs[-8:].sum().item(), abs=1e-4) and (count, is_greedy) == ("8", "1")
+    assert mode(REPLAY=1, REF=ref, REPORT=report).startswith("REPLAY decode: 8 token in ")
+    assert read_json(report)["argmax_equal"] == 8
+    text = {"PROMPT": "In the beginning", "NGEN": 8, "TEMP": 0, "CTX": 64}
+    assert mode(**text) == mode(plain, **text) != ""
 
 
 # --- stopping, starting again, reading back ---------------------------------------------------------------------------
@@ -232,6 +302,98 @@ def test_another_conversion_in_the_folder_is_refused(container, tmp_path, capsys
     assert "is no file of this container" in capsys.readouterr().err
     assert run(TINY, container) == 0 and "7 of 7 files are there already" in capsys.readouterr().err
     assert contents(container) == before
+
+
+@pytest.mark.parametrize(("first", "second"), [
+    (("--experts", 4), ("--experts", 3)),
+    (("--scales", "F32"), ("--group", 32)),  # as many bytes, and as many scales of half the width
+])  # fmt: skip
+def test_files_of_other_options_are_not_gone_on_with(tmp_path, first, second, capsys):
+    """Also where the files that are there have the length of those that would be written."""
+    assert run(TINY, tmp_path / "out", *first) == 0
+    for path in sorted((tmp_path / "out").glob("*.safetensors"))[4:]:
+        path.unlink()
+    before = contents(tmp_path / "out")
+    capsys.readouterr()
+    assert run(TINY, tmp_path / "out", *second) == 2
+    assert "of another source or other options" in capsys.readouterr().err
+    assert contents(tmp_path / "out") == before
+
+
+@pytest.mark.parametrize("place", ["first", "middle", "last"])
+def test_a_source_that_changed_is_noticed(tmp_path, place, capsys):
+    """No header tells of it: its first byte of data, its last, or a fifteenth of it in the middle."""
+    source = copy_of("glm_moe_dsa", tmp_path / "source", lambda tensors: None)
+    assert run(source, tmp_path / "out") == 0
+    path = source / "model.safetensors"
+    start = min(entry.offset for entry in read_header(path)[0].values())
+    data = bytearray(path.read_bytes())
+    step = -(-(len(data) - start) // 15)
+    middle = start + 7 * step + step // 2
+    changed = {
+        "first": slice(start, start + 1), "middle": slice(middle, middle + step), "last": slice(len(data) - 1, None)
+    }[place]  # fmt: skip
+    data[changed] = bytes(byte ^ 1 for byte in data[changed])
+    path.write_bytes(data)
+    (tmp_path / "out" / "model-00002-of-00006.safetensors").unlink()
+    capsys.readouterr()
+    assert run(source, tmp_path / "out") == 2
+    assert "of another source or other options" in capsys.readouterr().err
+
+
+def test_a_second_conversion_into_one_folder_is_refused(tmp_path, capsys):
+    out = tmp_path / "out"
+    out.mkdir()
+    descriptor = os.open(out, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    assert run(FIXTURES / "glm_moe_dsa", out) == 2
+    printed = capsys.readouterr().err
+    assert f"{out}: another conversion is writing there" in printed and len(printed.splitlines()) == 1
+    assert not list(out.iterdir())
+    os.close(descriptor)
+    assert run(FIXTURES / "glm_moe_dsa", out) == run(FIXTURES / "glm_moe_dsa", out) == 0
+    assert not [name for name in contents(out) if not name.endswith((".safetensors", ".json"))]
+
+
+def test_a_file_that_is_cut_off_or_foreign_is_to_be_deleted(container, tmp_path, capsys):
+    out = shutil.copytree(container, tmp_path / "out")
+    path = out / "model-00003-of-00007.safetensors"
+    os.truncate(path, path.stat().st_size - 5)
+    for _ in range(2):
+        capsys.readouterr()
+        assert run(TINY, out) == 2
+        printed = capsys.readouterr().err
+        assert "delete" in printed and "download" not in printed and str(path) in printed
+        path.write_bytes(b"no safetensors")
+
+
+def test_an_index_of_other_files_is_refused(tmp_path, capsys):
+    (tmp_path / "model.safetensors.index.json").write_text("{}")
+    assert run(FIXTURES / "glm_moe_dsa", tmp_path) == 2
+    assert "model.safetensors.index.json: belongs to another snapshot" in capsys.readouterr().err
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_partial_files_of_others_are_left_alone(tmp_path, monkeypatch, capsys):
+    """And they are not counted as room."""
+    (tmp_path / "film.partial").write_bytes(bytes(2_000_000))
+    usage = shutil.disk_usage(tmp_path)
+    free = convert.SPARE_BYTES + 1000
+    monkeypatch.setattr(convert.shutil, "disk_usage", lambda path: usage._replace(free=free))
+    assert run(FIXTURES / "glm_moe_dsa", tmp_path) == 2 and "the disk has 1.07 GB" in capsys.readouterr().err
+    monkeypatch.undo()
+    assert run(FIXTURES / "glm_moe_dsa", tmp_path) == 0
+    assert (tmp_path / "film.partial").stat().st_size == 2_000_000
+
+
+def test_an_interrupted_verify_says_that_it_starts_anew(container, monkeypatch, capsys):
+    def interrupted(path):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(convert, "checksum", interrupted)
+    assert run(TINY, container, "--verify") == 130
+    printed = capsys.readouterr().err
+    assert "verifying starts anew" in printed and "goes on with the file" not in printed
 
 
 @pytest.mark.parametrize("name", ["data", "scales", "copy"])
@@ -331,6 +493,44 @@ def test_weights_that_are_not_finite_are_refused_by_name(tmp_path, capsys):
     source = copy_of("glm_moe_dsa", tmp_path / "source", lambda tensors: tensors[name].view(-1)[5].fill_(torch.nan))
     assert run(source, tmp_path / "out") == 2
     assert f"tensor {name} holds a NaN or infinity" in capsys.readouterr().err
+
+
+def test_a_companion_that_is_a_link_to_nothing_is_refused(tmp_path, capsys):
+    source = copy_of("glm_moe_dsa", tmp_path / "source", lambda tensors: None)
+    (source / "tokenizer.json").symlink_to(tmp_path / "blob")
+    assert run(source, tmp_path / "out") == 2
+    assert "tokenizer.json: links to a file that is not there" in capsys.readouterr().err
+    assert not list((tmp_path / "out").iterdir())
+
+
+@pytest.mark.parametrize("expert", [0, 5])
+def test_experts_that_are_there_twice(tmp_path, expert, capsys):
+    fused = write_fused(FIXTURES / "glm_moe_dsa", tmp_path / "fused")
+    tensors = safetensors.torch.load_file(fused / "model.safetensors")
+    name = f"model.layers.2.mlp.experts.{expert}.gate_proj.weight"
+    tensors[name] = torch.zeros(2, 2)
+    safetensors.torch.save_file(tensors, fused / "model.safetensors")
+    assert run(fused, tmp_path / "out") == 2
+    assert f"has its experts twice, as {name} and fused" in capsys.readouterr().err
+
+
+def test_folders_whose_names_are_no_text(tmp_path):
+    name = os.fsdecode(b"s\xff")
+    source = copy_of("glm_moe_dsa", tmp_path / name, lambda tensors: None)
+    assert run(source, tmp_path / "out") == run(source, tmp_path / (name + "out"), "--verify") == 0
+    for path in (tmp_path / "out").glob("*.safetensors"):
+        safetensors.torch.load_file(path)
+        assert read_header(path)[1]["colibri.source"].startswith("s\\udcff ")
+
+
+@pytest.mark.parametrize("name", ["eh_proj.weight", "mlp.experts.3.up_proj.weight"])
+def test_an_mtp_layer_that_is_not_whole_can_be_left_out(tmp_path, name, capsys):
+    name = "model.layers.5." + name
+    source = copy_of("glm_moe_dsa_mtp", tmp_path / "source", lambda tensors: tensors.pop(name))
+    assert run(source, tmp_path / "out") == 2
+    expected = f"{name} is missing; is the download complete? Or leave the MTP layer out with --mtp 0"
+    assert expected in capsys.readouterr().err
+    assert run(source, tmp_path / "out", "--mtp", 0, "--verify") == 0
 
 
 @pytest.mark.parametrize("factor", [1e-9, 1e9])
