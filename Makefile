@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export PROMPT ?= In the beginning
 
-.PHONY: help setup run test test-slow lint native bench-kernels bench-decode clean
+.PHONY: help setup run test test-slow lint native native-asan bench-kernels bench-decode clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /  make \1\t/' | expand -t 20
@@ -23,7 +23,7 @@ run: setup  ## generate text with the embedded model; PROMPT="..." make run
 	@$(BIN)/python colibri.py
 
 test: setup  ## the tests: no network, no GPU, a few minutes
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile
 
 test-slow: setup  ## soaks and big files: some minutes, 1.5 GB of disk
 	$(BIN)/python -m pytest -q -m slow
@@ -34,6 +34,10 @@ lint: setup  ## ruff: rules and format
 
 native: setup  ## compile the C kernels for every set of instructions of this machine
 	$(BIN)/python scripts/native.py
+
+native-asan: setup  ## the kernel tests with the sanitizers for addresses and undefined behaviour, some minutes
+	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" ASAN_OPTIONS=detect_leaks=0 \
+	$(BIN)/python -m pytest -q --sanitize tests/test_kernels.py
 
 bench-kernels: setup  ## each kernel against a plain read of memory and torch, some minutes
 	$(BIN)/python bench/kernels.py

@@ -31,6 +31,7 @@ VARIANTS = {
     "neon": NEON,
     "portable": (),
 }
+SANITIZE = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer", "-g", "-O1")
 COMPILE_SECONDS = 300
 
 
@@ -81,6 +82,8 @@ def find_library(folder, variant, compiler=None, extra=()):
         if version is None:
             continue
         path = folder / f"kernels-{variant}-{source_hash(command, version, variant, extra)}.so"
+        if path.exists():
+            return path
         with locked(folder):  # a second process waits for the first, and finds what it made
             if path.exists() or compile_into(path, command, variant, extra, problems):
                 return path

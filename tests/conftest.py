@@ -18,6 +18,10 @@ FIXTURES = ROOT / "tests" / "fixtures"
 ORACLES = ("glm_moe_dsa", "glm_moe_dsa_dense", "glm_moe_dsa_mtp", "glm_moe_dsa_groups", "glm_moe_dsa_fp8")
 
 
+def pytest_addoption(parser):
+    parser.addoption("--sanitize", action="store_true", help="C kernels with sanitizers, as make native-asan sets up")
+
+
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch):
     """No variable of the engine leaks in from the shell, none out of a test."""

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kernels import dispatch, reference
-from kernels.build import AVX2, AVX512, VARIANTS, NoCompiler, best_variant, find_library, processor_flags
+from kernels.build import AVX2, AVX512, SANITIZE, VARIANTS, NoCompiler, best_variant, find_library, processor_flags
 from kernels.native import Native
 from kernels.packing import FORMATS, FP8, Weight, quantise, quantise_blocks
 from settings import KERNELS, Settings
@@ -19,10 +19,11 @@ MOST = max(COUNTS)
 
 
 @pytest.fixture(scope="session")
-def kernels():
+def kernels(request):
     """Every set of instructions of this processor, opened; one thread until a test asks for more."""
+    extra = SANITIZE if request.config.getoption("--sanitize") else ()
     try:
-        return {name: Native(find_library(FOLDER, name)) for name in HERE}
+        return {name: Native(find_library(FOLDER, name, extra=extra)) for name in HERE}
     except NoCompiler as error:
         pytest.skip(str(error))
 
