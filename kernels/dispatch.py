@@ -3,6 +3,8 @@
 `start` is called when a model is loaded. The choice is one for the process: kernels know no model.
 """
 
+import time
+
 import torch
 
 from kernels import reference
@@ -25,7 +27,7 @@ def start(choice, folder, threads=0):
     candidates.clear()
     if choice == "reference":
         return "[kernels] plain torch (KERNELS=reference)"
-    threads = threads or num_threads()
+    threads, started = threads or num_threads(), time.monotonic()
     try:
         path = find_library(folder, best_variant() if choice in (None, "native") else choice)
         if path not in opened:
@@ -36,7 +38,9 @@ def start(choice, folder, threads=0):
     native.set_threads(threads)
     torch.set_num_threads(1)  # a second pool would spin against the first
     candidates.append(native)
-    return f"[kernels] {native.name}, {threads} thread{'s' if threads > 1 else ''}"
+    seconds = time.monotonic() - started
+    compiled = f", compiled in {seconds:.0f} s" if seconds > 1 else ""  # finding a library takes milliseconds
+    return f"[kernels] {native.name}, {threads} thread{'s' if threads > 1 else ''}{compiled}"
 
 
 def first(operation, *arguments):
