@@ -31,7 +31,7 @@ from snapshot.resident import MoeWeights
 
 SYNTHETIC = Path(__file__).resolve().parents[1] / "scripts" / "make_synthetic.py"
 READ_BYTES = 256 << 20
-OPERATIONS = ("linear", "add_experts", "absorbed_attention", "index_scores", "silu_product", "sigmoid")
+OPERATIONS = ("linear", "add_experts", "absorbed_attention", "index_scores", "rms_norm", "silu_product", "sigmoid")
 CONTEXT = 1024
 
 

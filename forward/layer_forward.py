@@ -3,7 +3,7 @@
 from forward.attention.mla import mla
 from forward.mlp import mlp
 from forward.moe import moe
-from kernels.reference import rms_norm
+from kernels.dispatch import rms_norm
 from snapshot.resident import MoeWeights
 
 

@@ -1,7 +1,6 @@
 """Hidden rows -> logits, computed only for the rows that are asked for."""
 
-from kernels.dispatch import linear
-from kernels.reference import rms_norm
+from kernels.dispatch import linear, rms_norm
 
 # Rows whose logits are held at once where many are wanted: 64 rows of a vocabulary of 150,000 are 40 MB.
 LOGIT_ROWS = 64

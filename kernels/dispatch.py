@@ -71,6 +71,11 @@ def index_scores(queries, head_weights, keys):
     return first("index_scores", queries, head_weights, keys)
 
 
+def rms_norm(x, weight, eps):
+    """As reference.rms_norm, of rows [T, D]."""
+    return first("rms_norm", x, weight, eps)
+
+
 def sigmoid(x):
     """As reference.sigmoid."""
     return first("sigmoid", x)

@@ -94,6 +94,7 @@ class KernelsStruct(ctypes.Structure):
         ("experts", ctypes.CFUNCTYPE(c_int, POINTER(ExpertsStruct))),
         ("mla", ctypes.CFUNCTYPE(c_int, POINTER(MlaStruct))),
         ("index_scores", ctypes.CFUNCTYPE(c_int, POINTER(IndexStruct))),
+        ("rms_norm", ctypes.CFUNCTYPE(c_int, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_float)),
         ("sigmoid", ctypes.CFUNCTYPE(c_int, c_void_p, c_void_p, c_int64)),
         ("silu_product", ctypes.CFUNCTYPE(c_int, c_void_p, c_void_p, c_void_p, c_int64)),
         ("read_memory", ctypes.CFUNCTYPE(c_int64, c_void_p, c_int64)),
@@ -208,6 +209,14 @@ class Native:
         out = torch.empty(T, len(keys))
         pointers = queries.data_ptr(), head_weights.data_ptr(), keys.data_ptr(), out.data_ptr()
         check(self.kernels.index_scores(ctypes.byref(IndexStruct(*pointers, T, H, D, len(keys)))))
+        return out
+
+    def rms_norm(self, x, weight, eps):
+        """As reference.rms_norm, of rows [T, D]."""
+        x = x if x.stride(-1) == 1 else x.contiguous()
+        rows, width = x.shape
+        out = torch.empty(rows, width)
+        check(self.kernels.rms_norm(x.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, width, x.stride(0), eps))
         return out
 
     def silu_product(self, gate, up):

@@ -178,6 +178,19 @@ def test_experts_of_several_formats(kernels):
         assert torch.equal(step, bits)
 
 
+@pytest.mark.parametrize("width", [1, 15, 16, 24, 192, 6144])
+def test_rms_norm(kernels, width):
+    x, weight = randn(9, width + 5)[:, :width] * 3, randn(width, seed=1)
+    bits = None
+    for native in kernels.values():
+        out = native.rms_norm(x, weight, 1e-5)
+        torch.testing.assert_close(out, reference.rms_norm(x, weight, 1e-5), rtol=1e-5, atol=1e-6)
+        bits = out if bits is None else bits
+        assert torch.equal(out, bits) and torch.equal(native.rms_norm(x[4:5], weight, 1e-5)[0], bits[4])
+    tiny = native.rms_norm(torch.full((1, width), 1e-4), torch.ones(width), 0.05)  # the epsilon counts
+    torch.testing.assert_close(tiny, reference.rms_norm(torch.full((1, width), 1e-4), torch.ones(width), 0.05))
+
+
 @pytest.mark.parametrize("shape", [(1,), (15,), (3, 24), (7, 33)])
 def test_elementwise(kernels, shape):
     gate, up = randn(*shape) * 20, randn(*shape, seed=1)

@@ -6,8 +6,8 @@ T rows, H heads, N nope width, R rotary width, L latent width, V value width.
 import torch
 
 from forward.attention.indexer import select
-from kernels.dispatch import absorbed_attention, linear
-from kernels.reference import rms_norm, rope_interleaved
+from kernels.dispatch import absorbed_attention, linear, rms_norm
+from kernels.reference import rope_interleaved
 
 
 def mla(config, layer, weights, indexer, x, chunk, selections):

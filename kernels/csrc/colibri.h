@@ -64,6 +64,7 @@ typedef struct {
     int (*experts)(const experts_t *);
     int (*mla)(const mla_t *);
     int (*index_scores)(const index_t *);
+    int (*rms_norm)(const float *x, const float *weight, float *out, int64_t rows, int64_t n, int64_t x_stride, float eps);
     int (*sigmoid)(const float *x, float *out, int64_t n);
     int (*silu_product)(const float *gate, const float *up, float *out, int64_t n);
     int64_t (*read_memory)(const uint8_t *, int64_t); /* reads so many bytes; the result means nothing */
