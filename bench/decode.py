@@ -9,7 +9,6 @@ threads; GFLOP/s of the prefill stand beside those of torch's bf16 linear at as 
 """
 
 import argparse
-import os
 import statistics
 import subprocess
 import sys
@@ -28,6 +27,7 @@ from kernels import dispatch
 from settings import EMBEDDED_SNAPSHOT, Settings
 from snapshot.arena import Arena
 from snapshot.resident import MoeWeights
+from snapshot.threads import num_threads
 
 SYNTHETIC = Path(__file__).resolve().parents[1] / "scripts" / "make_synthetic.py"
 READ_BYTES = 256 << 20
@@ -134,7 +134,7 @@ def run(folder, prompt):
     prefill()
     model.experts.reset_counters()
     seconds = statistics.median(repeat(prefill, least=3))
-    torch.set_num_threads(native_threads := max(1, settings.threads or len(os.sched_getaffinity(0))))
+    torch.set_num_threads(native_threads := settings.threads or num_threads())
     x, w = torch.randn(prompt, 6144).bfloat16(), torch.randn(2048, 6144).bfloat16()
     rate = 2 * prompt * w.numel() / statistics.median(repeat(lambda: F.linear(x, w), 1.0)) / 1e9
     mine = 2 * prompt * num_weights / seconds / 1e9

@@ -21,9 +21,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from kernels.build import best_variant, find_library
 from kernels.native import Native
 from kernels.packing import FORMATS, FP8, pack_rows, quantise_blocks, view_weight
-from kernels.threads import num_threads
 from settings import Settings
 from snapshot.arena import Arena, line_end
+from snapshot.threads import num_threads
 
 HIDDEN, WIDTH = 6144, 2048
 ROWS = (1, 2, 4, 16, 64, 512)

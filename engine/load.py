@@ -14,6 +14,7 @@ from snapshot.expert_disk import ExpertDisk
 from snapshot.index import read_index
 from snapshot.reader import Reader
 from snapshot.resident import ResidentTensors
+from snapshot.threads import num_threads
 
 DEFAULT_CONTEXT = 4096
 TOKENIZER_FACTOR = 20
@@ -89,7 +90,7 @@ def tokenizer_bytes(folder):
 def load_model(settings, opened=None):
     """An opened snapshot (by default settings.snap) -> Loaded: read the resident weights, set up the expert cache."""
     opened = opened or open_snapshot(settings)
-    kernels = dispatch.start(settings.kernels, settings.cache / "kernels", settings.threads)
+    kernels = dispatch.start(settings.kernels, settings.cache / "kernels", settings.threads or num_threads())
     weights = opened.resident.load(opened.reader, settings.dense_bits, settings.exact)
     experts = ExpertCache(opened.config, opened.disk, opened.plan.num_slots, settings.expert_bits, settings.exact)
     return Loaded(

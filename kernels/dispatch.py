@@ -10,7 +10,6 @@ import torch
 from kernels import reference
 from kernels.build import VARIANTS, BuildError, best_variant, find_library
 from kernels.native import Native
-from kernels.threads import num_threads
 
 CHOICES = ("native", "reference", *VARIANTS)
 
@@ -18,16 +17,16 @@ candidates = []  # the open libraries, at most one
 opened = {}  # path -> Native
 
 
-def start(choice, folder, threads=0):
+def start(choice, folder, threads=1):
     """Choose the kernels -> a line that says which run.
 
     choice: None or "native" for the best of this processor, a set of instructions by name, or "reference". folder:
-    where compiled libraries are kept. threads: 0 asks the machine.
+    where compiled libraries are kept.
     """
     candidates.clear()
     if choice == "reference":
         return "[kernels] plain torch (KERNELS=reference)"
-    threads, started = threads or num_threads(), time.monotonic()
+    started = time.monotonic()
     try:
         path = find_library(folder, best_variant() if choice in (None, "native") else choice)
         if path not in opened:

@@ -48,7 +48,7 @@ class ExpertCache:
         layers = config.sparse_layers
         sizes = {layer: slot_bytes(config, disk, layer, bits) for layer in layers}
         self.arena = Arena(num_slots * sum(sizes.values()))
-        self.staging = torch.empty(disk.max_expert_bytes, dtype=torch.uint8) if bits < 16 else None
+        self.staging = torch.empty(disk.max_expert_bytes, dtype=torch.uint8) if disk.packs(bits) else None
         # layer -> its free slots, each a (start, stop) of the arena
         self.free, at = {}, 0
         for layer, size in sizes.items():

@@ -38,8 +38,10 @@ def cgroup_usage():
     Inactive file pages are given back under pressure, so they are not held against us.
     """
     out = []
-    for folder, names in cgroup_folders():
-        limit_name, used_name, inactive_key = names
+    v2 = ("memory.max", "memory.current", "inactive_file")
+    v1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+    for folder, is_v2 in cgroup_folders("memory"):
+        limit_name, used_name, inactive_key = v2 if is_v2 else v1
         limit = read_number(folder / limit_name)
         used = read_number(folder / used_name)
         if limit is None or used is None or limit >= UNLIMITED:
@@ -48,26 +50,25 @@ def cgroup_usage():
     return out
 
 
-def cgroup_folders():
-    """(folder, file names) for our cgroup and each ancestor, in both hierarchies."""
-    v2 = ("memory.max", "memory.current", "inactive_file")
-    v1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+def cgroup_folders(controller):
+    """(folder, whether it is of version 2) for our cgroup and each ancestor, in both hierarchies."""
     try:
         lines = CGROUP_SELF.read_text().splitlines()
     except OSError:
         return
     for line in lines:
         hierarchy, controllers, path = line.split(":", 2)
-        if hierarchy == "0":
-            root, names = CGROUP_ROOT, v2
-        elif "memory" in controllers.split(","):
-            root, names = CGROUP_ROOT / "memory", v1
+        is_v2 = hierarchy == "0"
+        if is_v2:
+            root = CGROUP_ROOT
+        elif controller in controllers.split(","):
+            root = CGROUP_ROOT / controller
         else:
             continue
         folder = root / path.lstrip("/")
         # In a container the path may name a place outside its own view; the root of the view then holds the limit.
         while True:
-            yield folder, names
+            yield folder, is_v2
             if folder == root or root not in folder.parents:
                 break
             folder = folder.parent

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kernels import threads
+from snapshot import memory, threads
 
 
 @pytest.fixture
@@ -15,8 +15,8 @@ def group(tmp_path, monkeypatch):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(content)
         (tmp_path / "self").write_text(lines)
-        monkeypatch.setattr(threads, "CGROUP", tmp_path)
-        monkeypatch.setattr(threads, "SELF", tmp_path / "self")
+        monkeypatch.setattr(memory, "CGROUP_ROOT", tmp_path)
+        monkeypatch.setattr(memory, "CGROUP_SELF", tmp_path / "self")
         monkeypatch.setattr(threads.os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
 
     return put
@@ -43,6 +43,6 @@ def test_quotas(group, lines, files, expected):
 
 
 def test_without_cgroups_it_is_the_cores(monkeypatch, tmp_path):
-    monkeypatch.setattr(threads, "SELF", tmp_path / "none")
+    monkeypatch.setattr(memory, "CGROUP_SELF", tmp_path / "none")
     monkeypatch.setattr(threads.os, "sched_getaffinity", lambda _: {3, 5}, raising=False)
     assert threads.num_threads() == 2

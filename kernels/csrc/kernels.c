@@ -13,7 +13,7 @@
 
 typedef struct {
     input_t *in;
-    int64_t x_stride, first;
+    int64_t x_stride;
     const float *x;
     float *padded;
 } prepare_t;
@@ -49,7 +49,7 @@ static int prepare(prepared_t *out, const weight_t *w, const float *x, int64_t c
     if (!rounds && !pads) return 0;
     int64_t codes = count * padded, bytes = pads ? 4 * count * up_to(columns, 32) : 3 * codes + 8 * count * segments;
     if (posix_memalign(&out->memory, 64, (size_t)bytes)) return 1;
-    prepare_t job = {in, x_stride, 0, x, NULL};
+    prepare_t job = {in, x_stride, x, NULL};
     if (pads) {
         job.padded = out->memory, in->x = out->memory, in->x_stride = up_to(columns, 32);
     } else {
