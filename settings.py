@@ -15,11 +15,14 @@ EMBEDDED_SNAPSHOT = Path(__file__).resolve().parent / "models" / "tiny"
 
 VARIABLES = (
     "SNAP SCORE PROMPT REF REPLAY TF REPORT NGEN CTX CHAT THINK PREFIX "
-    "TEMP NUCLEUS SEED RAM_GB PREFILL_CHUNK TOPK TOPP EXACT KERNELS THREADS XDG_CACHE_HOME TERM"
+    "TEMP NUCLEUS SEED RAM_GB PREFILL_CHUNK TOPK TOPP EXACT KERNELS THREADS READ_MODE SNAP_MIRROR ROUTE_TRACE "
+    "XDG_CACHE_HOME TERM"
 ).split()
 
 # What may run the arithmetic; a test holds this and kernels/dispatch.py equal, for torch is slow to import here.
 KERNELS = ("native", "reference", "avx512vnni", "avx512", "avx2", "neondot", "neon", "portable")
+
+READ_MODES = ("auto", "direct", "buffered")
 
 # A mode of the C engine that is not there yet: to run another one instead would be worse than to refuse.
 NOT_YET = "not built yet"
@@ -34,7 +37,9 @@ C_ENGINE = (
     ("PIN PIN_GB PIN_FILL AUTOPIN REPIN REPIN_VERBOSE STATS", NOT_YET, "pinned experts and their usage history"),
     ("PREFETCH SPEC PILOT PILOT_K PILOT_REAL PILOT_TWO PIPE PIPE_WORKERS", NOT_YET, "experts loaded ahead of need"),
     ("COUPLE COUPLE_K COUPLE_D", NOT_YET, "experts loaded ahead of need"),
-    ("DIRECT DROP MLOCK COLI_MMAP", NOT_YET, "how experts are read and held"),
+    ("DIRECT", "renamed", "READ_MODE=direct; by default the drive is measured"),
+    ("DROP", "ignored", "the kernel gives pages of files back first when memory is short; READ_MODE=direct keeps none"),
+    ("MLOCK COLI_MMAP", NOT_YET, "how experts are read and held"),
     ("CAP_RAISE", "renamed", "an explicit cap is exact, cap 0 takes what the budget allows"),
     ("CHAT_TEMPLATE", "renamed", "CHAT=1 turns the template on"),
     ("ABSORB", "ignored", "attention is absorbed for any number of rows"),
@@ -43,7 +48,7 @@ C_ENGINE = (
     ("DSA", "ignored", "the indexer runs when the snapshot has one"),
     ("DSA_TOPK DSA_FORCE", "ignored", "index_topk of config.json holds"),
     ("CACHE_ROUTE ROUTE_J ROUTE_M ROUTE_P ROUTE_ALPHA ROUTE_AGREE", "ignored", "the cache never changes a route"),
-    ("NOPACK LOOKA ROUTE_TRACE MTP_PRENORM MTP_SWAP MTP_DEBUG", "ignored", "an experiment of the C engine"),
+    ("NOPACK LOOKA MTP_PRENORM MTP_SWAP MTP_DEBUG", "ignored", "an experiment of the C engine"),
     ("REF_FORCE COLI_POLICY", "ignored", "a safeguard of the C engine; here lossy switches are announced"),
     ("COLI_NO_OMP_TUNE COLI_OMP_TUNED", "ignored", "there is no OpenMP; THREADS sets the threads"),
     ("COLI_CUDA COLI_GPU COLI_GPUS CUDA_DENSE CUDA_EXPERT_GB CUDA_RELEASE_HOST COLI_METAL", "ignored", CPU_ONLY),
@@ -90,7 +95,10 @@ class Settings:
     exact: bool  # activations stay float32 where weights are integers
     kernels: str | None  # None = the best of this processor
     threads: int  # 0 = as many as the process may keep busy
-    cache: Path  # where what can be made again is kept: compiled kernels
+    read_mode: str  # how experts are read
+    snap_mirror: str | None
+    route_trace: str | None  # file that the chosen experts are appended to
+    cache: Path  # where what can be made again is kept: compiled kernels, how fast drives are
     dumb: bool  # from TERM: the terminal cannot move its cursor
     cap: int
     expert_bits: int
@@ -128,6 +136,9 @@ class Settings:
             exact=read.flag("EXACT", False),
             kernels=read.one_of("KERNELS", KERNELS),
             threads=read.whole("THREADS", 0, 0, 256),
+            read_mode=read.one_of("READ_MODE", READ_MODES) or "auto",
+            snap_mirror=read.path("SNAP_MIRROR"),
+            route_trace=read.path("ROUTE_TRACE"),
             cache=Path(read.path("XDG_CACHE_HOME") or Path.home() / ".cache") / "colibri.py",
             dumb=read.path("TERM") in (None, "dumb"),
             cap=read_whole("cap", cap, 0, 1 << 20),

@@ -9,6 +9,7 @@ threads; GFLOP/s of the prefill stand beside those of torch's bf16 linear at as 
 """
 
 import argparse
+import inspect
 import statistics
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from engine.load import load_model
 from forward.kv_state import KvState
 from forward.step import step
 from kernels import dispatch
+from kernels.native import Native
 from settings import EMBEDDED_SNAPSHOT, Settings
 from snapshot.arena import Arena
 from snapshot.resident import MoeWeights
@@ -31,7 +33,7 @@ from snapshot.threads import num_threads
 
 SYNTHETIC = Path(__file__).resolve().parents[1] / "scripts" / "make_synthetic.py"
 READ_BYTES = 256 << 20
-OPERATIONS = ("linear", "add_experts", "absorbed_attention", "index_scores", "rms_norm", "silu_product", "sigmoid")
+OPERATIONS = [name for name, value in vars(dispatch).items() if inspect.isfunction(value) and hasattr(Native, name)]
 CONTEXT = 1024
 
 
@@ -66,7 +68,8 @@ def weight_bytes(model):
         mlp = weights.mlp
         if isinstance(mlp, MoeWeights):
             matrices += [mlp.router, mlp.shared.gate, mlp.shared.up, mlp.shared.down]
-            [[(_, three)]] = model.experts.batches(layer, [0])
+            with model.experts.request(layer, [0]) as request:
+                [[(_, three)]] = request.ready(0, 1)
             matrices += [*three] * c.num_active_experts
         else:
             matrices += [mlp.gate, mlp.up, mlp.down]

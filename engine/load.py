@@ -3,7 +3,9 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from engine.drives import set_up_drives
 from engine.plan import Plan, make_plan
+from engine.route_trace import RouteTrace
 from forward.model import Model
 from kernels import dispatch
 from kernels.packing import GROUP
@@ -12,6 +14,7 @@ from snapshot.errors import Refused
 from snapshot.expert_cache import ExpertCache
 from snapshot.expert_disk import ExpertDisk
 from snapshot.index import read_index
+from snapshot.memory import available_bytes
 from snapshot.reader import Reader
 from snapshot.resident import ResidentTensors
 from snapshot.threads import num_threads
@@ -49,6 +52,14 @@ class Loaded(Opened):
 
     model: Model
     kernels: str  # which run, in one line for stderr
+    drive: str  # how experts are read, a line for each drive
+
+    def close(self):
+        """End the reader threads, then close the files."""
+        self.model.experts.close()
+        if self.model.trace:
+            self.model.trace.close()
+        super().close()
 
 
 def check_folder(settings):
@@ -69,6 +80,8 @@ def open_snapshot(settings):
     reader = Reader()
     resident = ResidentTensors(config, family, index)
     disk = ExpertDisk(config, family, index, reader)
+    if settings.snap_mirror:
+        disk.add_mirror(Path(settings.snap_mirror))
     index.check_rest(family.layer_prefix(config.num_layers))
     context = settings.ctx or min(DEFAULT_CONTEXT, config.max_positions)
     plan = make_plan(config, resident, disk, settings, context, tokenizer_bytes(folder))
@@ -91,10 +104,22 @@ def load_model(settings, opened=None):
     """An opened snapshot (by default settings.snap) -> Loaded: read the resident weights, set up the expert cache."""
     opened = opened or open_snapshot(settings)
     kernels = dispatch.start(settings.kernels, settings.cache / "kernels", settings.threads or num_threads())
+    # Before anything is loaded: measuring takes memory for eight experts.
+    free_bytes = (available_bytes() or 0) - opened.plan.need_bytes
+    drive = set_up_drives(opened.disk, settings.read_mode, settings.cache, free_bytes)
     weights = opened.resident.load(opened.reader, settings.dense_bits, settings.exact)
     experts = ExpertCache(opened.config, opened.disk, opened.plan.num_slots, settings.expert_bits, settings.exact)
-    return Loaded(
-        **vars(opened), model=Model(opened.config, weights, experts, opened.plan.prefill_chunk), kernels=kernels
+    trace = open_trace(settings.route_trace, opened) if settings.route_trace else None
+    model = Model(opened.config, weights, experts, opened.plan.prefill_chunk, trace=trace)
+    return Loaded(**vars(opened), model=model, kernels=kernels, drive=drive)
+
+
+def open_trace(path, opened):
+    """ROUTE_TRACE -> the trace that a run appends to."""
+    config, sizes = opened.config, opened.plan.slot_bytes
+    layers = list(config.sparse_layers)
+    return RouteTrace(
+        path, config.model_type, layers, config.num_experts, config.num_active_experts, max(sizes.values(), default=0)
     )
 
 

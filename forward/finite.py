@@ -8,6 +8,8 @@ import warnings
 
 import torch
 
+from kernels.dispatch import all_finite
+
 
 class NonFinite(Exception):
     """The arithmetic broke down. The message is one line that names where."""
@@ -19,7 +21,7 @@ class NonFiniteWarning(UserWarning):
 
 def check_hidden(x, layer, chunk):
     """x [T, D] after `layer` -> x; NonFinite names the layer and the first position."""
-    if x.isfinite().all():
+    if all_finite(x):
         return x
     row = int((~x.isfinite().all(-1)).nonzero()[0])
     segment = next(segment for segment in chunk.segments if segment.start <= row < segment.stop)
@@ -31,9 +33,9 @@ def check_hidden(x, layer, chunk):
 
 def check_logits(logits, positions):
     """logits [T, vocab] after the tokens at `positions` -> logits with -inf where one is NaN or infinite."""
-    finite = logits.isfinite()
-    if finite.all():
+    if all_finite(logits):
         return logits
+    finite = logits.isfinite()
     for row, position in enumerate(positions):
         if not finite[row].any():
             raise NonFinite(f"no logit after position {position} is finite; are the output weights whole?")

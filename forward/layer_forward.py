@@ -13,9 +13,8 @@ def layer_forward(model, layer, weights, x, chunk, selections):
     with model.profile.measure("attention"):
         normed = rms_norm(x, attention.input_norm, config.rms_norm_eps)
         out, selections = mla(config, layer, attention, weights.indexer, normed, chunk, selections)
-        x = x + out
-        normed = rms_norm(x, attention.post_norm, config.rms_norm_eps)
+        normed = rms_norm(out, attention.post_norm, config.rms_norm_eps, added=x)
     if isinstance(weights.mlp, MoeWeights):
-        return x + moe(model, layer, weights.mlp, normed), selections
+        return moe(model, layer, weights.mlp, normed).add_(out), selections
     with model.profile.measure("dense-mlp"):
-        return x + mlp(normed, weights.mlp.gate, weights.mlp.up, weights.mlp.down), selections
+        return mlp(normed, weights.mlp.gate, weights.mlp.up, weights.mlp.down).add_(out), selections

@@ -1,8 +1,8 @@
 """The gated MLP: dense layers, shared experts and routed experts alike."""
 
-from kernels.dispatch import linear, silu_product
+from kernels.dispatch import gated_mlp
 
 
 def mlp(x, gate, up, down):
     """x [T, D] -> down(silu(gate x) * up x) [T, D]."""
-    return linear(silu_product(linear(x, gate), linear(x, up)), down)
+    return gated_mlp(x, gate, up, down)

@@ -17,3 +17,4 @@ class Model:
     experts: ExpertCache
     prefill_chunk: int  # rows of one sweep over the layers; bounds the memory of a prefill
     profile: Profile = field(default_factory=Profile)
+    trace: object = None  # something with record(layer, {expert: rows}, chunk_rows), or nothing

@@ -1,39 +1,67 @@
-"""Mixture of experts: route, ask the cache, add weighted expert outputs in ascending expert order, add the shared one.
+"""Mixture of experts: route, ask the cache, add weighted expert outputs to the shared one, in ascending expert order.
 
-The cache is asked for expert ids and gives matrices; where they were, this file never learns.
+The cache is asked for expert ids and gives matrices, in whatever order they are there; where they were, this file never
+learns.
 """
 
 import torch
 
 from forward.mlp import mlp
-from kernels.dispatch import add_experts, linear, sigmoid
-from kernels.reference import route_sigmoid
+from kernels import dispatch
+from kernels.dispatch import add_experts, add_weighted, expert_outputs, group_by_expert, linear
+
+OUTPUT_BYTES = 32 << 20  # of experts that were computed before their turn to be added
 
 
 def moe(model, layer, weights, x):
     """x [T, D] -> [T, D]. Each distinct expert of the T rows is asked for once."""
     with model.profile.measure("router"):
         chosen, shares = route(model.config, weights, x)  # [T, A] ascending, [T, A]
-        rows, column = shares.nonzero(as_tuple=True)  # an expert without weight adds nothing: it is not fetched
-        chosen, shares = chosen[rows, column], shares[rows, column]
-        order = chosen.argsort(stable=True)  # assignments grouped by expert, rows ascending within
-        experts, counts = chosen.unique(return_counts=True)
-        rows, shares = rows[order], shares[order]
-        starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-        out, at = torch.zeros_like(x), 0
-    for batch in model.experts.batches(layer, experts.tolist()):
+        experts, starts, rows, shares = group_by_expert(chosen, shares, model.config.num_experts)
+    if model.trace:
+        model.trace.record(layer, dict(zip(experts, starts.diff().tolist(), strict=True)), len(x))
+    with model.experts.request(layer, experts) as request:
         with model.profile.measure("expert-matmul"):
-            add_experts(out, x, [three for _, three in batch], starts[at : at + len(batch) + 1], rows, shares)
-            at += len(batch)
-    with model.profile.measure("expert-matmul"):
-        shared = weights.shared
-        return out + mlp(x, shared.gate, shared.up, shared.down)
+            out = mlp(x, weights.shared.gate, weights.shared.up, weights.shared.down)
+        for first, last in cut(starts.tolist(), OUTPUT_BYTES // (4 * x.shape[1])):
+            start, stop = starts[first], starts[last]
+            outputs = None
+            for batch in request.ready(first, last):
+                with model.profile.measure("expert-matmul"):
+                    matrices = [three for _, three in batch]
+                    if len(batch) == last - first:  # all were there: nothing is out of order
+                        add_experts(out, x, matrices, starts[first : last + 1], rows, shares)
+                        break
+                    if outputs is None:
+                        outputs = torch.empty(int(stop - start), x.shape[1])
+                    compute(outputs, x, matrices, [index for index, _ in batch], starts, rows, start)
+            if outputs is not None:
+                with model.profile.measure("expert-matmul"):
+                    add_weighted(out, outputs, rows[start:stop], shares[start:stop])
+    return out
+
+
+def compute(outputs, x, matrices, indices, starts, rows, base):
+    """Some experts, wherever they stand among those of the layer, on their rows of x -> their places in outputs."""
+    counts = starts[1:][indices] - starts[indices]
+    places = torch.cat([torch.arange(starts[i], starts[i + 1]) for i in indices])
+    own_starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    expert_outputs(outputs, x[rows[places]], matrices, own_starts, torch.arange(len(places)), places - base)
+
+
+def cut(starts, most):
+    """Experts -> (first, last) of consecutive ones with at most `most` assignments together, or one alone."""
+    first = 0
+    for last in range(1, len(starts)):
+        if last + 1 == len(starts) or starts[last + 1] - starts[first] > most:
+            yield first, last
+            first = last
 
 
 def route(config, weights, x):
     """x [T, D] -> (expert ids [T, A] ascending, weights [T, A]); the router works in float32."""
-    return route_sigmoid(
-        sigmoid(linear(x, weights.router)),
+    return dispatch.route(
+        linear(x, weights.router),
         weights.router_bias,
         config.num_active_experts,
         config.num_groups,

@@ -9,6 +9,7 @@ import torch
 from forward.finite import check_logits
 from forward.layers_forward import layers_forward
 from forward.lm_head import LOGIT_ROWS, lm_head
+from kernels.dispatch import logprobs as logprobs_and_best
 
 
 @torch.inference_mode()
@@ -42,17 +43,16 @@ def step_logprobs(model, batch, targets, progress=None):
             rows = slice(start, start + LOGIT_ROWS)
             logits = check_logits(lm_head(model, hidden[rows]), positions[rows])
             wanted = torch.tensor(targets[at : at + len(logits)])
-            logprobs.append(logprobs_of(logits, wanted))
-            best.append(logits.argmax(-1))
+            of_targets, of_rows = logprobs_and_best(logits, wanted)
+            logprobs.append(of_targets)
+            best.append(of_rows)
             at += len(logits)
     return torch.cat(logprobs), torch.cat(best)
 
 
 def logprobs_of(logits, targets):
     """logits [T, vocab], targets [T] -> log-softmax(logits)[target], float64 [T]."""
-    # Row by row: a float64 copy of all of them would be the largest tensor of the pass.
-    normalisers = torch.stack([row.double().logsumexp(-1) for row in logits])
-    return logits.gather(1, targets[:, None])[:, 0].double() - normalisers
+    return logprobs_and_best(logits, targets)[0]
 
 
 def positions_of(chunk):

@@ -55,9 +55,24 @@ def linear(x, weight, bias=None):
     return first("linear", x, weight, bias)
 
 
+def gated_mlp(x, gate, up, down):
+    """As reference.gated_mlp."""
+    return first("gated_mlp", x, gate, up, down)
+
+
 def add_experts(out, x, experts, starts, rows, shares):
     """As reference.add_experts."""
     return first("add_experts", out, x, experts, starts, rows, shares)
+
+
+def expert_outputs(outputs, x, experts, starts, rows, places):
+    """As reference.expert_outputs."""
+    return first("expert_outputs", outputs, x, experts, starts, rows, places)
+
+
+def add_weighted(out, outputs, rows, shares):
+    """As reference.add_weighted."""
+    return first("add_weighted", out, outputs, rows, shares)
 
 
 def absorbed_attention(queries, kv_b, latents, rope_keys, position, selection, value_dim, scale):
@@ -70,16 +85,41 @@ def index_scores(queries, head_weights, keys):
     return first("index_scores", queries, head_weights, keys)
 
 
-def rms_norm(x, weight, eps):
+def top_positions(scores, first_position, topk):
+    """As reference.top_positions."""
+    return first("top_positions", scores, first_position, topk)
+
+
+def rms_norm(x, weight, eps, added=None):
     """As reference.rms_norm, of rows [T, D]."""
-    return first("rms_norm", x, weight, eps)
+    return first("rms_norm", x, weight, eps, added)
 
 
-def sigmoid(x):
-    """As reference.sigmoid."""
-    return first("sigmoid", x)
+def layer_norm(x, weight, bias, eps):
+    """As reference.layer_norm, of rows [T, D]."""
+    return first("layer_norm", x, weight, bias, eps)
 
 
-def silu_product(gate, up):
-    """As reference.silu_product."""
-    return first("silu_product", gate, up)
+def rotate(x, first_column, cos, sin):
+    """As reference.rotate."""
+    return first("rotate", x, first_column, cos, sin)
+
+
+def route(logits, bias, num_active, num_groups, num_active_groups, normalise, scaling, mass=0.0):
+    """As reference.route."""
+    return first("route", logits, bias, num_active, num_groups, num_active_groups, normalise, scaling, mass)
+
+
+def group_by_expert(chosen, shares, num_experts):
+    """As reference.group_by_expert."""
+    return first("group_by_expert", chosen, shares, num_experts)
+
+
+def logprobs(logits, targets):
+    """As reference.logprobs."""
+    return first("logprobs", logits, targets)
+
+
+def all_finite(x):
+    """As reference.all_finite."""
+    return first("all_finite", x)

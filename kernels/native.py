@@ -1,10 +1,15 @@
 """The kernels of csrc/ through ctypes, which lets other Python threads run meanwhile. Arrays in, arrays out.
 
-The structs mirror csrc/colibri.h; their sizes are compared when a library is opened.
+The structs mirror csrc/colibri.h; their sizes are compared when a library is opened. A call hands over one of them, as
+bytes: packing bytes takes a fraction of the time that filling a ctypes struct or passing many arguments does, and a
+small model is mostly calls.
 """
 
 import ctypes
-from ctypes import POINTER, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
+import struct
+from array import array
+from ctypes import POINTER, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_void_p
+from types import SimpleNamespace
 
 import torch
 
@@ -29,7 +34,7 @@ class WeightStruct(ctypes.Structure):
 
 class LinearStruct(ctypes.Structure):
     _fields_ = [
-        ("weight", POINTER(WeightStruct)),
+        ("weight", c_void_p),
         ("x", c_void_p),
         ("bias", c_void_p),
         ("out", c_void_p),
@@ -41,7 +46,7 @@ class LinearStruct(ctypes.Structure):
 
 class ExpertsStruct(ctypes.Structure):
     _fields_ = [
-        ("matrices", POINTER(WeightStruct)),
+        ("matrices", c_void_p),
         ("starts", c_void_p),
         ("rows", c_void_p),
         ("shares", c_void_p),
@@ -51,12 +56,35 @@ class ExpertsStruct(ctypes.Structure):
         ("count", c_int64),
         ("hidden", c_int64),
         ("width", c_int64),
+        ("places", c_void_p),
+    ]
+
+
+class MlpStruct(ctypes.Structure):
+    _fields_ = [
+        ("gate", c_void_p),
+        ("up", c_void_p),
+        ("down", c_void_p),
+        ("x", c_void_p),
+        ("out", c_void_p),
+        ("count", c_int64),
+    ]
+
+
+class AddStruct(ctypes.Structure):
+    _fields_ = [
+        ("outputs", c_void_p),
+        ("shares", c_void_p),
+        ("rows", c_void_p),
+        ("out", c_void_p),
+        ("count", c_int64),
+        ("columns", c_int64),
     ]
 
 
 class MlaStruct(ctypes.Structure):
     _fields_ = [
-        ("kv_b", POINTER(WeightStruct)),
+        ("kv_b", c_void_p),
         ("queries", c_void_p),
         ("latents", c_void_p),
         ("rope_keys", c_void_p),
@@ -87,28 +115,136 @@ class IndexStruct(ctypes.Structure):
     ]
 
 
+class TopStruct(ctypes.Structure):
+    _fields_ = [
+        ("scores", c_void_p),
+        ("chosen", c_void_p),
+        ("rows", c_int64),
+        ("positions", c_int64),
+        ("first", c_int64),
+        ("topk", c_int64),
+    ]
+
+
+class NormStruct(ctypes.Structure):
+    _fields_ = [
+        ("x", c_void_p),
+        ("added", c_void_p),
+        ("weight", c_void_p),
+        ("bias", c_void_p),
+        ("out", c_void_p),
+        ("rows", c_int64),
+        ("columns", c_int64),
+        ("x_stride", c_int64),
+        ("eps", c_float),
+    ]
+
+
+class RotateStruct(ctypes.Structure):
+    _fields_ = [
+        ("x", c_void_p),
+        ("cos", c_void_p),
+        ("sin", c_void_p),
+        ("rows", c_int64),
+        ("heads", c_int64),
+        ("width", c_int64),
+        ("first", c_int64),
+        ("rotary", c_int64),
+    ]
+
+
+class RouteStruct(ctypes.Structure):
+    _fields_ = [
+        ("logits", c_void_p),
+        ("bias", c_void_p),
+        ("chosen", c_void_p),
+        ("weights", c_void_p),
+        ("rows", c_int64),
+        ("experts", c_int64),
+        ("active", c_int64),
+        ("groups", c_int64),
+        ("active_groups", c_int64),
+        ("mass", c_double),
+        ("scaling", c_float),
+        ("normalise", c_int32),
+    ]
+
+
+class GroupStruct(ctypes.Structure):
+    _fields_ = [
+        ("chosen", c_void_p),
+        ("shares", c_void_p),
+        ("experts", c_void_p),
+        ("starts", c_void_p),
+        ("grouped_rows", c_void_p),
+        ("grouped_shares", c_void_p),
+        ("rows", c_int64),
+        ("active", c_int64),
+        ("num_experts", c_int64),
+    ]
+
+
+class LogprobsStruct(ctypes.Structure):
+    _fields_ = [
+        ("logits", c_void_p),
+        ("targets", c_void_p),
+        ("logprobs", c_void_p),
+        ("best", c_void_p),
+        ("rows", c_int64),
+        ("vocab", c_int64),
+    ]
+
+
+class ValuesStruct(ctypes.Structure):
+    _fields_ = [
+        ("values", c_void_p),
+        ("count", c_int64),
+    ]
+
+
+CALL = ctypes.CFUNCTYPE(c_int, c_char_p)
+CALLS = {
+    "linear": LinearStruct,
+    "experts": ExpertsStruct,
+    "gated_mlp": MlpStruct,
+    "add_weighted": AddStruct,
+    "mla": MlaStruct,
+    "index_scores": IndexStruct,
+    "top_positions": TopStruct,
+    "rms_norm": NormStruct,
+    "layer_norm": NormStruct,
+    "rotate": RotateStruct,
+    "route": RouteStruct,
+    "group_by_expert": GroupStruct,
+    "logprobs": LogprobsStruct,
+    "all_finite": ValuesStruct,
+}
+
+
 class KernelsStruct(ctypes.Structure):
     _fields_ = [
         ("name", c_char_p),
-        ("linear", ctypes.CFUNCTYPE(c_int, POINTER(LinearStruct))),
-        ("experts", ctypes.CFUNCTYPE(c_int, POINTER(ExpertsStruct))),
-        ("mla", ctypes.CFUNCTYPE(c_int, POINTER(MlaStruct))),
-        ("index_scores", ctypes.CFUNCTYPE(c_int, POINTER(IndexStruct))),
-        ("rms_norm", ctypes.CFUNCTYPE(c_int, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_float)),
-        ("sigmoid", ctypes.CFUNCTYPE(c_int, c_void_p, c_void_p, c_int64)),
-        ("silu_product", ctypes.CFUNCTYPE(c_int, c_void_p, c_void_p, c_void_p, c_int64)),
+        *((name, CALL) for name in CALLS),
         ("read_memory", ctypes.CFUNCTYPE(c_int64, c_void_p, c_int64)),
     ]
 
 
-STRUCTS = (WeightStruct, LinearStruct, ExpertsStruct, MlaStruct, IndexStruct, KernelsStruct)
+STRUCTS = (WeightStruct, *dict.fromkeys(CALLS.values()), KernelsStruct)
+CODES = {c_void_p: "P", c_int64: "q", c_int32: "i", c_float: "f", c_double: "d"}
+
+
+def packer(kind):
+    """A struct as bytes, from the values of its fields in order; 0 is a pointer to nothing."""
+    codes = "".join(CODES[field] for _, field in kind._fields_)
+    return struct.Struct(f"{codes}0P").pack  # 0P: filled to a whole number of pointers, as C does
 
 
 def struct_of(weight):
-    """The C view of a Weight, made once; the Weight keeps the memory alive."""
+    """The C view of a Weight, made once; the Weight keeps the memory alive. `address` and `raw` are where it is, and
+    its bytes."""
     if weight.native is None:
         fmt, scales = weight.format, weight.scales
-        struct = WeightStruct(
+        view = WeightStruct(
             data=weight.data.data_ptr(),
             scales=None if scales is None else scales.data_ptr(),
             rows=weight.rows,
@@ -119,8 +255,23 @@ def struct_of(weight):
             scale_kind=0 if scales is None else SCALE_KINDS[scales.dtype],
             exact=weight.exact,
         )
-        object.__setattr__(weight, "native", struct)
+        view.address, view.raw = ctypes.addressof(view), bytes(view)
+        object.__setattr__(weight, "native", view)
     return weight.native
+
+
+def pointer(tensor):
+    """Where a tensor begins; 0 for None."""
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def rows_of(x):
+    """x [T, D] with columns side by side -> (x, T, D, how far rows are apart)."""
+    rows, columns = x.shape
+    if x.is_contiguous():
+        return x, rows, columns, columns
+    x = x if x.stride(1) == 1 else x.contiguous()
+    return x, rows, columns, x.stride(0)
 
 
 class Native:
@@ -130,12 +281,15 @@ class Native:
         self.library = ctypes.CDLL(str(path))
         self.library.colibri_kernels.restype = POINTER(KernelsStruct)
         sizes = [self.library.colibri_size(i) for i in range(len(STRUCTS))]
-        if sizes != [ctypes.sizeof(struct) for struct in STRUCTS]:
+        if sizes != [ctypes.sizeof(kind) for kind in STRUCTS]:
             raise OSError(f"{path}: is of another version")
         kernels = self.library.colibri_kernels()
         if not kernels:
             raise OSError(f"{path}: needs instructions that this processor does not have")
-        self.name, self.kernels = kernels.contents.name.decode(), kernels.contents
+        kernels = kernels.contents
+        self.name, self.read = kernels.name.decode(), kernels.read_memory
+        self.call = SimpleNamespace(**{name: getattr(kernels, name) for name in CALLS})
+        self.pack = SimpleNamespace(**{name: packer(kind) for name, kind in CALLS.items()})
 
     def set_threads(self, threads):
         """Work on so many threads from now on, the caller's included."""
@@ -143,37 +297,43 @@ class Native:
 
     def linear(self, x, weight, bias=None):
         """As reference.linear."""
-        x = x if x.stride(-1) == 1 else x.contiguous()
-        out = torch.empty(len(x), weight.rows)
-        call = LinearStruct(
-            ctypes.pointer(struct_of(weight)),
-            x.data_ptr(),
-            None if bias is None else bias.data_ptr(),
-            out.data_ptr(),
-            len(x),
-            x.stride(0),
-            weight.rows,
-        )
-        check(self.kernels.linear(ctypes.byref(call)))
+        x, rows, _, stride = rows_of(x)
+        view = struct_of(weight)
+        width = view.rows
+        out = torch.empty(rows, width)
+        call = view.address, x.data_ptr(), pointer(bias), out.data_ptr(), rows, stride, width
+        check(self.call.linear(self.pack.linear(*call)))
+        return out
+
+    def gated_mlp(self, x, gate, up, down):
+        """As reference.gated_mlp."""
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        weights = struct_of(gate).address, struct_of(up).address, struct_of(down).address
+        check(self.call.gated_mlp(self.pack.gated_mlp(*weights, x.data_ptr(), out.data_ptr(), len(x))))
         return out
 
     def add_experts(self, out, x, experts, starts, rows, shares):
         """As reference.add_experts."""
-        first = experts[0]
-        matrices = (WeightStruct * (3 * len(experts)))(*(struct_of(matrix) for three in experts for matrix in three))
-        call = ExpertsStruct(
-            matrices,
-            starts.data_ptr(),
-            rows.data_ptr(),
-            shares.data_ptr(),
-            x.data_ptr(),
-            out.data_ptr(),
-            len(experts),
-            len(x),
-            x.shape[1],
-            first[0].rows,
-        )
-        check(self.kernels.experts(ctypes.byref(call)))
+        return self._experts(out, x, experts, starts, rows, shares, None)
+
+    def expert_outputs(self, outputs, x, experts, starts, rows, places):
+        """As reference.expert_outputs."""
+        return self._experts(outputs, x, experts, starts, rows, None, places)
+
+    def _experts(self, out, x, experts, starts, rows, shares, places):
+        matrices = array("b", b"".join([struct_of(matrix).raw for three in experts for matrix in three]))
+        width = experts[0][0].rows
+        pointers = matrices.buffer_info()[0], starts.data_ptr(), rows.data_ptr(), pointer(shares), x.data_ptr()
+        sizes = len(experts), *x.shape, width
+        check(self.call.experts(self.pack.experts(*pointers, out.data_ptr(), *sizes, pointer(places))))
+        return out
+
+    def add_weighted(self, out, outputs, rows, shares):
+        """As reference.add_weighted."""
+        count, columns = outputs.shape
+        pointers = outputs.data_ptr(), shares.data_ptr(), rows.data_ptr(), out.data_ptr()
+        check(self.call.add_weighted(self.pack.add_weighted(*pointers, count, columns)))
         return out
 
     def absorbed_attention(self, queries, kv_b, latents, rope_keys, position, selection, value_dim, scale):
@@ -181,25 +341,11 @@ class Native:
         T, H, width = queries.shape
         queries, out = queries.contiguous(), torch.empty(T, H, value_dim)
         selection = selection if selection is None else selection.contiguous()
+        topk = 0 if selection is None else selection.shape[1]
         R, L = rope_keys.shape[1], latents.shape[1]
-        call = MlaStruct(
-            ctypes.pointer(struct_of(kv_b)),
-            queries.data_ptr(),
-            latents.data_ptr(),
-            rope_keys.data_ptr(),
-            None if selection is None else selection.data_ptr(),
-            out.data_ptr(),
-            T,
-            position,
-            0 if selection is None else selection.shape[1],
-            H,
-            width - R,
-            R,
-            value_dim,
-            L,
-            scale,
-        )
-        check(self.kernels.mla(ctypes.byref(call)))
+        pointers = queries.data_ptr(), latents.data_ptr(), rope_keys.data_ptr(), pointer(selection), out.data_ptr()
+        sizes = T, position, topk, H, width - R, R, value_dim, L
+        check(self.call.mla(self.pack.mla(struct_of(kv_b).address, *pointers, *sizes, scale)))
         return out
 
     def index_scores(self, queries, head_weights, keys):
@@ -208,34 +354,89 @@ class Native:
         T, H, D = queries.shape
         out = torch.empty(T, len(keys))
         pointers = queries.data_ptr(), head_weights.data_ptr(), keys.data_ptr(), out.data_ptr()
-        check(self.kernels.index_scores(ctypes.byref(IndexStruct(*pointers, T, H, D, len(keys)))))
+        check(self.call.index_scores(self.pack.index_scores(*pointers, T, H, D, len(keys))))
         return out
 
-    def rms_norm(self, x, weight, eps):
+    def top_positions(self, scores, first, topk):
+        """As reference.top_positions."""
+        rows, positions = scores.shape
+        chosen = torch.empty(rows, topk, dtype=torch.int64)
+        call = scores.data_ptr(), chosen.data_ptr(), rows, positions, first, topk
+        check(self.call.top_positions(self.pack.top_positions(*call)))
+        return chosen
+
+    def rms_norm(self, x, weight, eps, added=None):
         """As reference.rms_norm, of rows [T, D]."""
-        x = x if x.stride(-1) == 1 else x.contiguous()
-        rows, width = x.shape
-        out = torch.empty(rows, width)
-        check(self.kernels.rms_norm(x.data_ptr(), weight.data_ptr(), out.data_ptr(), rows, width, x.stride(0), eps))
+        x, rows, columns, stride = rows_of(x)
+        out = torch.empty(rows, columns)
+        pointers = x.data_ptr(), pointer(added), weight.data_ptr(), 0, out.data_ptr()
+        check(self.call.rms_norm(self.pack.rms_norm(*pointers, rows, columns, stride, eps)))
         return out
 
-    def silu_product(self, gate, up):
-        """As reference.silu_product."""
-        gate, up = gate.contiguous(), up.contiguous()
-        out = torch.empty_like(gate)
-        check(self.kernels.silu_product(gate.data_ptr(), up.data_ptr(), out.data_ptr(), gate.numel()))
+    def layer_norm(self, x, weight, bias, eps):
+        """As reference.layer_norm, of rows [T, D]."""
+        x, rows, columns, stride = rows_of(x)
+        out = torch.empty(rows, columns)
+        pointers = x.data_ptr(), 0, weight.data_ptr(), bias.data_ptr(), out.data_ptr()
+        check(self.call.layer_norm(self.pack.layer_norm(*pointers, rows, columns, stride, eps)))
         return out
 
-    def sigmoid(self, x):
-        """As reference.sigmoid."""
+    def rotate(self, x, first, cos, sin):
+        """As reference.rotate."""
+        rows, half = cos.shape
+        width = x.shape[-1]
+        heads = x.shape[1] if x.dim() == 3 else 1
+        call = x.data_ptr(), cos.data_ptr(), sin.data_ptr(), rows, heads, width, first, 2 * half
+        check(self.call.rotate(self.pack.rotate(*call)))
+        return x
+
+    def route(self, logits, bias, num_active, num_groups, num_active_groups, normalise, scaling, mass=0.0):
+        """As reference.route."""
+        rows, experts = logits.shape
+        active = min(num_active, experts)
+        chosen, weights = torch.empty(rows, active, dtype=torch.int64), torch.empty(rows, active)
+        pointers = logits.data_ptr(), bias.data_ptr(), chosen.data_ptr(), weights.data_ptr()
+        sizes = rows, experts, active, num_groups, num_active_groups
+        check(self.call.route(self.pack.route(*pointers, *sizes, mass, scaling, normalise)))
+        return chosen, weights
+
+    def group_by_expert(self, chosen, shares, num_experts):
+        """As reference.group_by_expert."""
+        rows, active = chosen.shape
+        total, most = rows * active, min(rows * active, num_experts)
+        experts, starts = array("q", bytes(8 * most + 8)), torch.empty(most + 1, dtype=torch.int64)
+        grouped_rows, grouped_shares = torch.empty(total, dtype=torch.int64), torch.empty(total)
+        pointers = experts.buffer_info()[0], starts.data_ptr(), grouped_rows.data_ptr(), grouped_shares.data_ptr()
+        call = chosen.data_ptr(), shares.data_ptr(), *pointers, rows, active, num_experts
+        found = self.call.group_by_expert(self.pack.group_by_expert(*call))
+        check(found < 0)
+        if found < most:
+            starts = starts[: found + 1]
+        if experts[found] < total:
+            total = experts[found]
+            grouped_rows, grouped_shares = grouped_rows[:total], grouped_shares[:total]
+        return experts[:found].tolist(), starts, grouped_rows, grouped_shares
+
+    def logprobs(self, logits, targets):
+        """As reference.logprobs."""
+        logits, targets = logits.contiguous(), targets.contiguous()
+        rows, vocab = logits.shape
+        out, best = torch.empty(rows, dtype=torch.float64), torch.empty(rows, dtype=torch.int64)
+        pointers = logits.data_ptr(), targets.data_ptr(), out.data_ptr(), best.data_ptr()
+        failed = self.call.logprobs(self.pack.logprobs(*pointers, rows, vocab))
+        if failed == 2:
+            raise IndexError(f"a target is not one of {vocab} ids")
+        check(failed)
+        return out, best
+
+    def all_finite(self, x):
+        """As reference.all_finite."""
         x = x.contiguous()
-        out = torch.empty_like(x)
-        check(self.kernels.sigmoid(x.data_ptr(), out.data_ptr(), x.numel()))
-        return out
+        return bool(self.call.all_finite(self.pack.all_finite(x.data_ptr(), x.numel())))
 
     def read_memory(self, tensor):
         """Read all of a tensor as fast as memory allows, for benchmarks."""
-        self.kernels.read_memory(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+        self.read(tensor.data_ptr(), tensor.numel() * tensor.element_size())
 
 
 def check(failed):

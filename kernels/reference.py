@@ -37,11 +37,33 @@ def add_experts(out, x, experts, starts, rows, shares):
     experts: (gate, up, down) Weights of each. Expert e works on rows[starts[e] : starts[e + 1]] of x [T, D], and what
     it gives is added times `shares` of the same places.
     """
-    for (gate, up, down), start, stop in zip(experts, starts[:-1].tolist(), starts[1:].tolist(), strict=True):
+    for three, start, stop in zip(experts, starts[:-1].tolist(), starts[1:].tolist(), strict=True):
         at = rows[start:stop]
-        hidden = silu_product(linear(x[at], gate), linear(x[at], up))
-        out.index_add_(0, at, linear(hidden, down) * shares[start:stop, None])
+        out.index_add_(0, at, gated_mlp(x[at], *three) * shares[start:stop, None])
     return out
+
+
+def expert_outputs(outputs, x, experts, starts, rows, places):
+    """The gated MLPs of some experts, each row of outputs [assignments, D] written once, in any order -> outputs.
+
+    Expert e works on rows[starts[e] : starts[e + 1]] of x [T, D]; what it gives goes to `places` of the same places.
+    """
+    for three, start, stop in zip(experts, starts[:-1].tolist(), starts[1:].tolist(), strict=True):
+        outputs[places[start:stop]] = gated_mlp(x[rows[start:stop]], *three)
+    return outputs
+
+
+def add_weighted(out, outputs, rows, shares):
+    """out[rows[i]] += shares[i] * outputs[i], i ascending; out [T, D], outputs [assignments, D] -> out.
+
+    After expert_outputs, with assignments in the order of their experts, it gives what add_experts gives.
+    """
+    return out.index_add_(0, rows, outputs * shares[:, None])
+
+
+def gated_mlp(x, gate, up, down):
+    """x [T, D] -> down(silu(gate x) * up x) [T, D], of three Weights."""
+    return linear(silu_product(linear(x, gate), linear(x, up)), down)
 
 
 def round_activations(x):
@@ -58,8 +80,10 @@ def round_activations(x):
     return codes.mul_(scales).flatten(-2)[..., :width]
 
 
-def rms_norm(x, weight, eps):
-    """x * rsqrt(mean(x^2) + eps) * weight over the last dimension."""
+def rms_norm(x, weight, eps, added=None):
+    """x * rsqrt(mean(x^2) + eps) * weight over the last dimension. `added`, like x, is added to x first, in place."""
+    if added is not None:
+        x += added
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
 
 
@@ -92,10 +116,20 @@ def rope_interleaved(x, cos, sin):
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
 
 
+def rotate(x, first, cos, sin):
+    """Columns first .. first + R of x [T, ..., D] turned in place by cos and sin [T, R/2], as rope_interleaved -> x."""
+    part = x[..., first : first + 2 * cos.shape[1]]
+    part.copy_(rope_interleaved(part, cos, sin))
+    return x
+
+
 def top_k_mask(scores, k):
-    """scores [T, N] -> boolean [T, N] with exactly k true in each row: the k largest, ties to the lowest index."""
+    """scores [T, N] -> boolean [T, N] with exactly k true in each row: the k largest, ties to the lowest index.
+
+    What is not a number counts as the largest, so that it is chosen and seen."""
     if k >= scores.shape[-1]:
         return torch.ones_like(scores, dtype=torch.bool)
+    scores = scores.masked_fill(scores.isnan(), torch.inf)
     threshold = scores.topk(k, dim=-1).values[:, -1:]
     above, tied = scores > threshold, scores == threshold
     room = k - above.sum(-1, keepdim=True)
@@ -107,9 +141,19 @@ def top_k_indices(scores, k):
     return top_k_mask(scores, k).nonzero()[:, 1].view(scores.shape[0], -1)
 
 
-def sigmoid(x):
-    """1 / (1 + e^-x)."""
-    return x.sigmoid()
+def top_positions(scores, first, topk):
+    """scores [T, S], S > topk; row t sees the positions up to first + t -> [T, topk]: the best it sees, ascending, -1
+    where there are fewer. A row that sees a NaN chooses nothing, and attention over nothing gives NaN."""
+    own = torch.arange(first, first + len(scores))[:, None]
+    later = torch.arange(scores.shape[1]) > own
+    chosen = top_k_indices(scores.masked_fill(later, -torch.inf), topk)
+    bad = scores.masked_fill(later, 0.0).isnan().any(-1, keepdim=True)
+    return chosen.masked_fill_((chosen > own) | bad, -1)
+
+
+def route(logits, bias, *rest):
+    """The router's logits [T, E] -> (expert ids [T, A] ascending, weights [T, A]): route_sigmoid of their sigmoid."""
+    return route_sigmoid(logits.sigmoid(), bias, *rest)
 
 
 def route_sigmoid(scores, bias, num_active, num_groups, num_active_groups, normalise, scaling, mass=0.0):
@@ -135,6 +179,32 @@ def route_sigmoid(scores, bias, num_active, num_groups, num_active_groups, norma
     if normalise:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
     return experts, weights * scaling
+
+
+def group_by_expert(chosen, shares, num_experts):
+    """chosen and shares [T, A], ids below num_experts -> (experts, starts, rows, shares): the assignments by expert.
+
+    experts: the distinct ids as a list, ascending. Expert e has the rows rows[starts[e] : starts[e + 1]], ascending,
+    and the shares of the same places. One without weight adds nothing, and is left out.
+    """
+    rows, column = shares.nonzero(as_tuple=True)
+    chosen, shares = chosen[rows, column], shares[rows, column]
+    order = chosen.argsort(stable=True)
+    experts, counts = chosen.unique(return_counts=True)
+    starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    return experts.tolist(), starts, rows[order], shares[order]
+
+
+def logprobs(logits, targets):
+    """logits [T, vocab], targets [T] -> (log-softmax(logits)[target], float64 [T]; ids of the largest logits [T])."""
+    # Row by row: a float64 copy of all of them would be the largest tensor of the pass.
+    normalisers = torch.stack([row.double().logsumexp(-1) for row in logits])
+    return logits.gather(1, targets[:, None])[:, 0].double() - normalisers, logits.argmax(-1)
+
+
+def all_finite(x):
+    """Whether no value is NaN or infinite."""
+    return bool(x.isfinite().all())
 
 
 def index_scores(queries, head_weights, keys):

@@ -42,11 +42,12 @@ def run_replay(settings, opened):
         f"REPLAY decode: {num_tokens} token in {decode:.2f} s | {num_tokens / decode:.2f} tok/s | "
         f"expert hit {100 * cache.hit_rate:.1f}%"
     )
-    disk = cache.bytes_read / cache.wait_seconds / 1e9 if cache.wait_seconds else 0.0
+    busy = model.experts.busy_seconds
+    disk = cache.bytes_read / busy / 1e9 if busy else 0.0
     print(
         f"REPLAY prefill: {first} token in {prefill:.2f} s | {first / prefill:.2f} tok/s | {prefill_read / 1e9:.3f} GB"
     )
-    print(f"REPLAY disk: {cache.bytes_read / num_tokens / 1e6:.3f} MB a token | {disk:.2f} GB/s while waiting")
+    print(f"REPLAY disk: {cache.bytes_read / num_tokens / 1e6:.3f} MB a token | {disk:.2f} GB/s while reading")
     numbers = run.numbers(num_tokens, prefill_expert_bytes_read=prefill_read, argmax_equal=equal)
     # The profile is that of the decode alone.
     numbers["profile"]["rest"] -= prefill

@@ -20,6 +20,7 @@ class Run:
     def __init__(self, mode, loaded):
         self.mode, self.loaded, self.model = mode, loaded, loaded.model
         say(loaded.kernels)
+        say(loaded.drive)
         self.counters = DecodeCounters()
         self.num_prompt_ids = 0
         self.started = time.perf_counter()
@@ -91,6 +92,8 @@ class Run:
             "hit_rate": cache.hit_rate,
             "expert_bytes_read": cache.bytes_read,
             "disk_wait_s": cache.wait_seconds,
+            "disk_busy_s": self.model.experts.busy_seconds,
+            "drive": self.loaded.drive,
             "rss_bytes": rss_bytes(),
             "peak_rss_bytes": peak_rss_bytes(),
             "budget_bytes": plan.budget_bytes,

@@ -2,18 +2,22 @@
 
 Runs that touch in a file are read at once: in published files the three matrices of an expert lie together, and in
 our containers their scales do too, so an expert is one read. A fused layer (all experts in two 3-D tensors) costs two.
+
+A run lies in the buffer as it lies in the file, modulo a page, and shares no page with another: so the same layout
+takes the run's bytes alone (a buffered read), or all pages that hold some of them (a direct one).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from kernels.packing import DTYPES, FLOATS, Format
+from snapshot.drive import Drive, Drives, check_mirror
 from snapshot.errors import Refused
 from snapshot.formats import StoredWeight, find_weight, slice_of
+from snapshot.reader import PAGE, page_end
 
-PAGE = 4096
 MATRICES = ("gate", "up", "down")
 
 
@@ -25,6 +29,7 @@ class Run:
     offset: int
     num_bytes: int
     at: int
+    is_congruent: bool = True  # at and offset agree modulo a page: without that it cannot be read directly
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +46,16 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class ExpertPlace:
-    """Reads and layout of one expert; `pieces` in the order gate, up, down."""
+    """Reads and layout of one expert; `pieces` in the order gate, up, down; the buffer is num_bytes, whole pages."""
 
     runs: tuple[Run, ...]
     pieces: tuple[Piece, ...]
     num_bytes: int
+
+    @property
+    def stored_bytes(self):
+        """Bytes of the files that belong to the expert."""
+        return sum(run.num_bytes for run in self.runs)
 
     @property
     def is_packed(self):
@@ -54,10 +64,14 @@ class ExpertPlace:
 
 
 class ExpertDisk:
-    """The routed experts of a snapshot, all checked when it is opened; by default those of its sparse layers."""
+    """The routed experts of a snapshot, all checked when it is opened; by default those of its sparse layers.
+
+    They are read from `drives`: the snapshot's own, and that of a mirror when there is one.
+    """
 
     def __init__(self, config, family, index, reader, layers=None):
         self.config, self.family, self.index, self.reader = config, family, index, reader
+        self.drives = Drives([Drive(index.folder, reader)])
         layers = config.sparse_layers if layers is None else layers
         self.fused = {layer: fused_entries(config, family, index, layer) for layer in layers}
         self.places = {}
@@ -89,11 +103,25 @@ class ExpertDisk:
         """Bytes of a buffer that holds any expert of the model as stored."""
         return max(self.expert_bytes.values(), default=0)
 
+    @property
+    def stored_bytes(self):
+        """Bytes of the files that belong to any expert."""
+        return sum(place.stored_bytes for place in self.places.values())
+
+    @property
+    def depth(self):
+        """Reads to keep in flight."""
+        return self.drives.depth
+
+    def add_mirror(self, folder):
+        """Read from a second copy of the snapshot too; Refused where it is none."""
+        check_mirror(folder, sorted({run.path for place in self.places.values() for run in place.runs}))
+        self.drives.append(Drive(folder, self.reader))
+
     def read(self, layer, expert, buffer):
-        """Read one expert into `buffer`, laid out as its place says."""
-        for run in self.places[layer, expert].runs:
-            part = buffer[run.at : run.at + run.num_bytes]
-            self.reader.read_into(run.path, run.offset, part, f"expert {expert} of layer {layer}")
+        """Read one expert into `buffer`, a writable memoryview of its place's num_bytes or more, laid out as the place
+        says. Threads may call it at once. Direct reads need a buffer that begins at a page; others are buffered."""
+        self.drives.read(self.places[layer, expert], buffer, f"expert {expert} of layer {layer}")
 
 
 def fused_entries(config, family, index, layer):
@@ -128,17 +156,19 @@ def fused_parts(fused, expert, width):
 
 
 def lay_out(matrices):
-    """StoredWeights -> ExpertPlace: buffer order is file order, runs that touch merge."""
+    """StoredWeights -> ExpertPlace: buffer order is file order, runs that touch merge, no two share a page."""
     entries = [entry for stored in matrices for entry in stored.entries]
     runs, at, end = [], {}, 0
     for entry in sorted(entries, key=lambda entry: (str(entry.path), entry.offset)):
         last = runs[-1] if runs else None
         touches = last and last.path == entry.path and last.offset + last.num_bytes == entry.offset
         if touches and end % entry.item_bytes == 0:
-            runs[-1] = Run(last.path, last.offset, last.num_bytes + entry.num_bytes, last.at)
+            runs[-1] = replace(last, num_bytes=last.num_bytes + entry.num_bytes)
         else:
-            end = -(-end // PAGE) * PAGE
-            runs.append(Run(entry.path, entry.offset, entry.num_bytes, end))
+            # Where the file puts numbers across their own size, memory cannot do as the file does.
+            is_congruent = entry.offset % entry.item_bytes == 0
+            end = page_end(end) + (entry.offset % PAGE if is_congruent else 0)
+            runs.append(Run(entry.path, entry.offset, entry.num_bytes, end, is_congruent))
         at[entry.path, entry.offset] = end
         end += entry.num_bytes
 
@@ -148,4 +178,4 @@ def lay_out(matrices):
         scale_dtype = scales and DTYPES[scales.dtype]
         return Piece(stored.format, stored.rows, stored.columns, at[data.path, data.offset], scales_at, scale_dtype)
 
-    return ExpertPlace(tuple(runs), tuple(map(piece_of, matrices)), end)
+    return ExpertPlace(tuple(runs), tuple(map(piece_of, matrices)), page_end(end))

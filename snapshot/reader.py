@@ -1,15 +1,28 @@
 """Files of a snapshot, opened and read: all bytes that were asked for, or one line that says why not."""
 
+import errno
 import os
 import stat
 import threading
+import time
+from contextlib import suppress
 
 from snapshot.errors import Refused
 
+PAGE = 4096  # what direct reads are aligned to, in the file and in memory
+O_DIRECT = getattr(os, "O_DIRECT", 0)  # 0: macOS has none
+REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP)  # of direct reads, by a file system that cannot do them
+TRANSIENT = (errno.EINTR, errno.EAGAIN, errno.EIO, errno.ENOMEM, errno.ETIMEDOUT)  # may pass: tried again
+PAUSES = (0.1, 0.4)  # seconds before the second and the third try
 MAX_TEXT_BYTES = 100_000_000  # of a JSON file or a template; published tokenizers have 20 MB
 
 
-def open_file(path):
+def page_end(num_bytes):
+    """Rounded up to whole pages."""
+    return -(-num_bytes // PAGE) * PAGE
+
+
+def open_file(path, flags=0):
     """A read-only descriptor. Links are followed, and only a regular file is opened: a FIFO would wait forever."""
     try:
         mode = os.stat(path).st_mode
@@ -19,7 +32,7 @@ def open_file(path):
         raise
     if not stat.S_ISREG(mode):
         raise Refused(f"{path}: is not a regular file but a folder, a pipe or a device; put the file there")
-    return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    return os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
 
 
 def read_file(path, advice="SNAP must name a Hugging Face snapshot folder"):
@@ -37,26 +50,65 @@ def read_file(path, advice="SNAP must name a Hugging Face snapshot folder"):
 
 
 class Reader:
-    """Open files of a snapshot, read-only, each opened once. Threads may share it. Close it when the model goes."""
+    """Open files of a snapshot, read-only, each opened once. Threads may share it. Close it when the model goes.
 
-    def __init__(self):
-        self.descriptors, self.opening = {}, threading.Lock()
+    `preadv` is what reads, os.preadv but in tests of what goes wrong.
+    """
+
+    def __init__(self, preadv=None):
+        self.preadv = preadv or os.preadv
+        self.descriptors, self.opening = {}, threading.Lock()  # (path, flags) -> descriptor
+        self.buffered_only = set()  # files whose file system refuses direct reads
 
     def read_into(self, path, offset, buffer, what):
         """Fill `buffer` (a writable memoryview) from `offset`; `what` names the tensor in a complaint."""
-        done, size = 0, len(buffer)
-        try:
-            with self.opening:
-                descriptor = self.descriptors.get(path)
-                if descriptor is None:
-                    descriptor = self.descriptors[path] = open_file(path)
-            while done < size:
-                count = os.preadv(descriptor, [buffer[done:]], offset + done)
-                if count == 0:
-                    raise Refused(f"{path}: ends at byte {offset + done}, inside {what}; download it again")
-                done += count
-        except OSError as error:
-            raise Refused(f"{path}: {error.strerror} at byte {offset + done}, reading {what}") from None
+        done = 0
+        while done < len(buffer):
+            count = self.read_once(path, 0, offset + done, buffer[done:], what)
+            if count == 0:
+                raise Refused(f"{path}: ends at byte {offset + done}, inside {what}; download it again")
+            done += count
+
+    def read_direct(self, path, offset, pages, wanted, what):
+        """The same past the page cache: `pages` is whole pages, page-aligned as `offset` is, of which the first
+        `wanted` bytes must come; the file may end in the last page. Buffered where the file system refuses it."""
+        count = 0
+        if self.takes_direct(path):
+            # What a short read leaves may begin at any byte, which direct reads cannot: the rest is read buffered.
+            count = self.read_once(path, O_DIRECT, offset, pages, what)
+        self.read_into(path, offset + count, pages[count:wanted], what)
+
+    def takes_direct(self, path):
+        """Whether direct reads of a file are possible, as far as is known before one was tried."""
+        return O_DIRECT and path not in self.buffered_only
+
+    def read_once(self, path, flags, offset, buffer, what):
+        """One preadv -> bytes read, 0 at the end of the file, and for a direct read that is refused; transient errors
+        are tried again."""
+        for pause in (*PAUSES, None):
+            try:
+                return self.preadv(self.descriptor(path, flags), [buffer], offset)
+            except OSError as error:
+                if flags and error.errno in REFUSALS:
+                    self.buffered_only.add(path)
+                    return 0
+                if error.errno not in TRANSIENT or pause is None:
+                    problem = f"{error.strerror} (errno {error.errno}) at byte {offset}, reading {what}"
+                    raise Refused(f"{path}: {problem}") from None
+                time.sleep(pause)
+
+    def descriptor(self, path, flags=0):
+        """The descriptor of a file, opened at its first use."""
+        with self.opening:
+            if (path, flags) not in self.descriptors:
+                self.descriptors[path, flags] = open_file(path, flags)
+            return self.descriptors[path, flags]
+
+    def forget(self, path, offset, num_bytes):
+        """Drop a part of a file from the page cache; nothing happens where the system knows no such advice."""
+        if hasattr(os, "posix_fadvise"):
+            with suppress(OSError):
+                os.posix_fadvise(self.descriptor(path), offset, num_bytes, os.POSIX_FADV_DONTNEED)
 
     def close(self):
         for descriptor in self.descriptors.values():

@@ -167,13 +167,13 @@ def test_sequences_in_one_batch_do_not_see_each_other(oracle_folder, load):
 
 def test_each_expert_is_asked_for_once_per_chunk(oracle_folder, load, monkeypatch):
     model = load(oracle_folder("glm_moe_dsa"), PREFILL_CHUNK=24).model
-    asked, plain = [], model.experts.batches
+    asked, plain = [], model.experts.request
 
     def recording(layer, experts):
         asked.append((layer, tuple(experts)))
         return plain(layer, experts)
 
-    monkeypatch.setattr(type(model.experts), "batches", lambda self, layer, experts: recording(layer, experts))
+    monkeypatch.setattr(type(model.experts), "request", lambda self, layer, experts: recording(layer, experts))
     all_logits(model, reference("glm_moe_dsa")[0]["seq"])
     assert [layer for layer, _ in asked] == [1, 2, 3, 4] * 2  # two chunks of 24 rows
     assert all(list(experts) == sorted(set(experts)) for _, experts in asked)

@@ -1,6 +1,5 @@
 """The NEON kernels, compiled for AArch64 and run in an emulator, give the bits of plain C on this machine."""
 
-import ctypes
 import shutil
 import struct
 import subprocess
@@ -10,8 +9,9 @@ import pytest
 import torch
 
 from kernels.build import NEON, NEONDOT, SOURCES, NoCompiler, best_variant, find_library, machine_flags, processor_flags
-from kernels.native import ExpertsStruct, IndexStruct, LinearStruct, MlaStruct, Native, WeightStruct, struct_of
+from kernels.native import CALLS, Native, WeightStruct, struct_of
 from kernels.packing import FORMATS, FP8, Weight
+from kernels.reference import rope_angles
 from tests.conftest import FIXTURES
 from tests.test_kernels import FOLDER, attention_case, experts_case, randn, weights_of
 
@@ -24,17 +24,11 @@ INTEGERS = ("int8-row", "int8-g64", "int4-row", "int4-g64", "int4-g128", "int3-g
 OTHERS = ("f32", "bf16", "f16", "fp8-b128", "int4-g16", "int8-g96")
 
 
-class SigmoidStruct(ctypes.Structure):
-    """values_t of fixtures/neon_check.c."""
-
-    _fields_ = [("a", ctypes.c_void_p), ("b", ctypes.c_void_p), ("out", ctypes.c_void_p), ("n", ctypes.c_int64)]
-
-
-class SiluStruct(SigmoidStruct):
-    """The same for silu_product."""
-
-
-OPERATIONS = {LinearStruct: 0, ExpertsStruct: 1, MlaStruct: 2, IndexStruct: 3, SigmoidStruct: 4, SiluStruct: 5}
+# In the order of fixtures/neon_check.c.
+OPERATIONS = (
+    *("linear", "experts", "mla", "index_scores", "gated_mlp", "add_weighted", "rms_norm", "layer_norm", "rotate"),
+    *("route", "top_positions", "logprobs"),
+)
 
 
 class Memory:
@@ -65,17 +59,19 @@ class Memory:
         self.data[place : place + 8] = struct.pack("<q", target)
         self.pointers.append(place)
 
-    def call(self, name, kind, expected, **fields):
-        """A call whose result must be `expected`: numbers as they are, tensors and lists of weights by pointers."""
-        fields["out"] = torch.zeros_like(expected)
+    def call(self, name, operation, expected, **fields):
+        """A call of fields: numbers as they are, tensors and lists of weights by pointers. Its result in `out`, or in the
+        fields of a dict, must be `expected`."""
+        expected, kind = expected if isinstance(expected, dict) else {"out": expected}, CALLS[operation]
+        fields = {key: torch.zeros_like(value) for key, value in expected.items()} | fields
         numbers = {key: value for key, value in fields.items() if isinstance(value, int | float)}
         places = {key: self.put_weights(value) for key, value in fields.items() if isinstance(value, list)}
         places |= {key: self.put_tensor(value) for key, value in fields.items() if isinstance(value, torch.Tensor)}
         at = self.put(bytes(kind(**numbers)))
         for key, target in places.items():
             self.point(at + getattr(kind, key).offset, target)
-        self.calls.append((OPERATIONS[kind], at))
-        self.results.append((name, places["out"], expected))
+        self.calls.append((OPERATIONS.index(operation), at))
+        self.results += [(name, places[key], value) for key, value in expected.items()]
 
     def write(self, path):
         """-> bytes of the head: from there on places count."""
@@ -93,16 +89,17 @@ class Memory:
         """Names of the calls whose results in `data` have other bits. One NaN is as good as another."""
         names = []
         for name, at, expected in self.results:
-            got = torch.frombuffer(data, dtype=torch.float32, count=expected.numel(), offset=at).view(expected.shape)
-            bits, wanted = (torch.where(x.isnan(), torch.nan, x).view(torch.int32) for x in (got, expected))
-            if not torch.equal(bits, wanted):
+            got = torch.frombuffer(data, dtype=expected.dtype, count=expected.numel(), offset=at).view(expected.shape)
+            if expected.is_floating_point():
+                got, expected = (torch.where(x.isnan(), torch.nan, x).view(torch.uint8) for x in (got, expected))
+            if not torch.equal(got, expected):
                 names.append(name)
         return names
 
 
 def add_linear(memory, native, name, x, weight, bias=None):
     fields = dict(count=len(x), x_stride=x.shape[1], out_stride=weight.rows)
-    memory.call(name, LinearStruct, native.linear(x, weight, bias), weight=[weight], x=x, bias=bias, **fields)
+    memory.call(name, "linear", native.linear(x, weight, bias), weight=[weight], x=x, bias=bias, **fields)
 
 
 def add_linears(memory, native):
@@ -157,7 +154,7 @@ def add_experts(memory, native):
                 expected = native.add_experts(torch.zeros_like(x), x, experts, starts, rows, shares)
                 numbers = dict(experts=len(experts), count=18, hidden=hidden, width=width)
                 memory.call(
-                    f"experts {name} {hidden} {width} {factor}", ExpertsStruct, expected, x=x, starts=starts, rows=rows,
+                    f"experts {name} {hidden} {width} {factor}", "experts", expected, x=x, starts=starts, rows=rows,
                     shares=shares, matrices=[matrix for three in experts for matrix in three], **numbers,
                 )  # fmt: skip
 
@@ -180,7 +177,7 @@ def add_attention(memory, native):
                     topk = 0 if selection is None else selection.shape[1]
                     numbers = dict(count=T, position=first, topk=topk, heads=H, nope=N, rope=R, value=V, latent=L)
                     memory.call(
-                        f"mla {name} {L} {topk} {known is latents}", MlaStruct, expected, kv_b=[kv_b], queries=queries,
+                        f"mla {name} {L} {topk} {known is latents}", "mla", expected, kv_b=[kv_b], queries=queries,
                         latents=known, rope_keys=rope_keys, selection=selection, scale=scale, **numbers,
                     )  # fmt: skip
 
@@ -189,16 +186,59 @@ def add_indexer(memory, native):
     for T, H, D, S in ((5, 8, 16, 40), (20, 32, 128, 130), (1, 3, 20, 1)):
         tensors = dict(queries=randn(T, H, D), weights=randn(T, H, seed=1), keys=randn(S, D, seed=2))
         expected = native.index_scores(*tensors.values())
-        memory.call(f"index {T} {H} {D} {S}", IndexStruct, expected, count=T, heads=H, width=D, positions=S, **tensors)
+        memory.call(
+            f"index {T} {H} {D} {S}", "index_scores", expected, count=T, heads=H, width=D, positions=S, **tensors
+        )
 
 
-def add_elementwise(memory, native):
-    a, b = odd_rows(100), randn(20, 100, seed=7)
-    a[10:] *= 30
-    for n in (1, 16, 2000):
-        x, y = a.view(-1)[-n:], b.view(-1)[-n:]
-        memory.call(f"sigmoid {n}", SigmoidStruct, native.sigmoid(x), a=x, n=n)
-        memory.call(f"silu {n}", SiluStruct, native.silu_product(x, y), a=x, b=y, n=n)
+def add_rows(memory, native):
+    """What works on rows, with rows that are odd."""
+    for columns in (1, 37, 100, 2000):
+        x, weight, bias = odd_rows(100)[:, :columns], randn(columns, seed=7), randn(columns, seed=8)
+        x = x if columns <= 100 else randn(20, columns)
+        x, added = x.contiguous(), randn(20, columns, seed=9)
+        shape = dict(rows=20, columns=columns, x_stride=columns, eps=1e-5)
+        total = x.clone()
+        expected = native.rms_norm(total, weight, 1e-5, added)
+        memory.call(
+            f"rms_norm {columns}", "rms_norm", {"x": total, "out": expected}, x=x, added=added, weight=weight, **shape
+        )
+        expected = native.layer_norm(x, weight, bias, 1e-5)
+        memory.call(f"layer_norm {columns}", "layer_norm", expected, x=x, weight=weight, bias=bias, **shape)
+        rows, shares = torch.arange(20) * 7 % 5, randn(20, seed=3)
+        expected = native.add_weighted(added[:5].clone(), x, rows, shares)
+        places = dict(outputs=x, shares=shares, rows=rows, out=added[:5])
+        memory.call(f"add_weighted {columns}", "add_weighted", expected, count=20, columns=columns, **places)
+    x, (cos, sin) = randn(9, 3, 50), rope_angles(torch.arange(9), 1e4, 16)
+    expected = {"x": native.rotate(x.clone(), 20, cos, sin)}
+    memory.call("rotate", "rotate", expected, x=x, cos=cos, sin=sin, rows=9, heads=3, width=50, first=20, rotary=16)
+    for fmt in ("int4-g64", "bf16"):
+        [gate, up, down] = [weights_of(FORMATS[fmt], *shape)[0] for shape in ((70, 100), (70, 100), (100, 70))]
+        for count in (1, 20):
+            x = odd_rows(100)[:count]
+            expected = native.gated_mlp(x, gate, up, down)
+            memory.call(
+                f"mlp {fmt} {count}", "gated_mlp", expected, gate=[gate], up=[up], down=[down], x=x, count=count
+            )
+
+
+def add_choices(memory, native):
+    logits, bias = odd_rows(96).clamp(-60, 60), randn(96, seed=7) / 10
+    for groups, open_groups, mass in ((1, 1, 0.0), (8, 3, 0.7)):
+        chosen, weights = native.route(logits, bias, 6, groups, open_groups, True, 2.5, mass)
+        sizes = dict(rows=20, experts=96, active=6, groups=groups, active_groups=open_groups)
+        memory.call(
+            f"route {groups}", "route", {"chosen": chosen, "weights": weights}, logits=logits, bias=bias,
+            mass=mass, scaling=2.5, normalise=1, **sizes,
+        )  # fmt: skip
+    scores = odd_rows(500)
+    expected = {"chosen": native.top_positions(scores, 300, 40)}
+    memory.call("top", "top_positions", expected, scores=scores, rows=20, positions=500, first=300, topk=40)
+    for vocab in (7, 500):
+        logits, targets = (odd_rows(vocab) if vocab > 200 else randn(20, vocab)) * 9, torch.arange(20) % vocab
+        logprobs, best = native.logprobs(logits, targets)
+        expected = {"logprobs": logprobs, "best": best}
+        memory.call(f"logprobs {vocab}", "logprobs", expected, logits=logits, targets=targets, rows=20, vocab=vocab)
 
 
 @pytest.fixture(scope="module")
@@ -230,7 +270,7 @@ def memory(emulate):
     except NoCompiler as error:
         pytest.skip(str(error))
     out = Memory()
-    for add in (add_linears, add_odd_numbers, add_experts, add_attention, add_indexer, add_elementwise):
+    for add in (add_linears, add_odd_numbers, add_experts, add_attention, add_indexer, add_rows, add_choices):
         add(out, native)
     return out
 

@@ -26,7 +26,7 @@ def test_replay_prints_its_first_words_and_counts_the_decode_alone(run_colibri, 
     n = NUM_FULL - NUM_PROMPT
     assert re.fullmatch(rf"REPLAY decode: {n} token in [\d.]+ s \| [\d.]+ tok/s \| expert hit [\d.]+%", first)
     assert re.fullmatch(rf"REPLAY prefill: {NUM_PROMPT - 1} token in [\d.]+ s \| [\d.]+ tok/s \| [\d.]+ GB", prefill)
-    assert re.fullmatch(r"REPLAY disk: [\d.]+ MB a token \| [\d.]+ GB/s while waiting", disk)
+    assert re.fullmatch(r"REPLAY disk: [\d.]+ MB a token \| [\d.]+ GB/s while reading", disk)
     report = read_json(tmp_path / "r.json")
     assert report["tokens"] == report["argmax_equal"] == n
     # one slot a layer: of the 4 experts each of 4 layers asks for, at most one can be there
@@ -141,3 +141,17 @@ def test_topp_keeps_the_fewest_experts_that_reach_the_mass():
     assert (weights > 0).sum(-1).tolist() == [1, 1]  # the best expert stays
     first = route_sigmoid(logits.sigmoid(), torch.zeros(4), 4, 1, 1, False, 1.0, 0.5)[1][1]
     assert first.nonzero()[:, 0].tolist() == [0, 1]  # ties: lowest id
+
+
+def test_route_trace_holds_every_request_of_the_run(run_colibri, tmp_path):
+    from engine.route_trace import read_trace
+
+    trace = tmp_path / "trace.jsonl"
+    process = run_colibri(REPLAY=1, ROUTE_TRACE=trace)
+    assert process.returncode == 0, process.stderr
+    header, events = read_trace(trace)
+    report = dict(zip(("layer", "rows", "uses"), events[0], strict=True))
+    assert header["num_experts"] == 24 and report["layer"] == header["layers"][0] and report["rows"] > 1
+    assert all(len(uses) == header["top_k"] for _, rows, uses in events if rows == 1)
+    bad = run_colibri(REPLAY=1, ROUTE_TRACE=tmp_path)
+    assert bad.returncode == 2 and b"cannot be written as a route trace" in bad.stderr

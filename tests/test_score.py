@@ -127,9 +127,9 @@ def test_a_group_that_does_not_fit_goes_in_parts(load, monkeypatch):
 
 def test_one_sweep_over_the_experts_serves_many_requests(load, monkeypatch):
     model = load(FIXTURES / "glm_moe_dsa", cap=1).model
-    asked, plain = [], type(model.experts).batches
+    asked, plain = [], type(model.experts).request
     monkeypatch.setattr(
-        type(model.experts), "batches", lambda self, layer, experts: asked.append(layer) or plain(self, layer, experts)
+        type(model.experts), "request", lambda self, layer, experts: asked.append(layer) or plain(self, layer, experts)
     )
     requests = [Request((i, i + 1, i + 2), (5, 6, 7)) for i in range(30)]
     dict(score_requests(model, requests, 4096))

@@ -195,8 +195,11 @@ def test_a_file_that_shrinks_while_it_is_read(folder, load):
     loaded = load(folder, cap=1)
     experts = loaded.model.experts
     os.truncate(folder / "model.safetensors", 600_000)
-    with pytest.raises(Refused, match="inside expert 7 of layer 4; download it again"):
-        list(experts.batches(4, [7]))
+    with (
+        pytest.raises(Refused, match="inside expert 7 of layer 4; download it again"),
+        experts.request(4, [7]) as asked,
+    ):
+        list(asked.ready(0, 1))
     assert len(experts.free[4]) == 1
 
 

@@ -6,8 +6,7 @@ T rows, H heads, N nope width, R rotary width, L latent width, V value width.
 import torch
 
 from forward.attention.indexer import select
-from kernels.dispatch import absorbed_attention, linear, rms_norm
-from kernels.reference import rope_interleaved
+from kernels.dispatch import absorbed_attention, linear, rms_norm, rotate
 
 
 def mla(config, layer, weights, indexer, x, chunk, selections):
@@ -21,17 +20,17 @@ def mla(config, layer, weights, indexer, x, chunk, selections):
         config.v_head_dim,
     )
     query_latent = rms_norm(linear(x, weights.q_a, weights.q_a_bias), weights.q_a_norm, config.latent_norm_eps)
-    queries = linear(query_latent, weights.q_b).view(-1, H, N + R)
-    queries[..., N:] = rope_interleaved(queries[..., N:], chunk.cos, chunk.sin)
-    compressed = linear(x, weights.kv_a, weights.kv_a_bias)
+    queries = rotate(linear(query_latent, weights.q_b).view(-1, H, N + R), N, chunk.cos, chunk.sin)
+    compressed = rotate(linear(x, weights.kv_a, weights.kv_a_bias), L, chunk.cos, chunk.sin)
     latents = rms_norm(compressed[:, :L], weights.kv_a_norm, config.latent_norm_eps)
-    rope_keys = rope_interleaved(compressed[:, L:], chunk.cos, chunk.sin)
+    rope_keys = compressed[:, L:]
     if indexer is not None:
         selections = select(config, layer, indexer, x, query_latent, chunk)
 
-    out, scale = torch.empty(len(x), H, V), config.qk_head_dim**-0.5
+    out, scale = [], config.qk_head_dim**-0.5
     for segment, selection in zip(chunk.segments, selections, strict=True):
         rows = segment.rows
         known = segment.kv.bind(layer).append(latents[rows], rope_keys[rows])
-        out[rows] = absorbed_attention(queries[rows], weights.kv_b, *known, segment.first, selection, V, scale)
-    return linear(out.view(-1, H * V), weights.o, weights.o_bias), selections
+        out.append(absorbed_attention(queries[rows], weights.kv_b, *known, segment.first, selection, V, scale))
+    out = out[0] if len(out) == 1 else torch.cat(out)
+    return linear(out.flatten(1), weights.o, weights.o_bias), selections

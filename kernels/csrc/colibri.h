@@ -23,16 +23,34 @@ typedef struct {
     int64_t count, x_stride, out_stride;
 } linear_t;
 
-/* For each expert e, ascending: out[row] += share * down(silu(gate x[row]) * up x[row]) over its rows. */
+/* Expert e gives down(silu(gate x[row]) * up x[row]) for each of its rows. With `shares` that is added to out[row] times the
+ * share, experts ascending; without, it is written to out[place]. */
 typedef struct {
     const weight_t *matrices; /* gate, up, down of each expert */
-    const int64_t *starts;    /* [experts + 1]: where the rows of an expert begin in `rows` and `shares` */
-    const int64_t *rows;      /* rows of x and out, ascending within an expert */
+    const int64_t *starts;    /* [experts + 1]: where the rows of an expert begin in `rows`, `shares` and `places` */
+    const int64_t *rows;      /* rows of x, ascending within an expert; NULL: one after the other */
     const float *shares;
-    const float *x;
+    const float *x;           /* [count, hidden] */
     float *out;
     int64_t experts, count, hidden, width;
+    const int64_t *places;    /* NULL: one after the other */
 } experts_t;
+
+/* out [count, out columns] = down(silu(gate x) * up x), x [count, columns]. */
+typedef struct {
+    const weight_t *gate, *up, *down;
+    const float *x;
+    float *out;
+    int64_t count;
+} mlp_t;
+
+/* out[rows[i]] += shares[i] * outputs[i], i ascending, of `count` rows. */
+typedef struct {
+    const float *outputs, *shares;
+    const int64_t *rows;
+    float *out;
+    int64_t count, columns;
+} add_t;
 
 /* One sequence: `count` rows of queries behind `position` known positions (their own keys are in the cache already).
  * queries [count, heads, nope + rope], the rotary part rotated; latents [positions, latent], rope_keys [positions, rope];
@@ -53,19 +71,85 @@ typedef struct {
     int64_t count, heads, width, positions;
 } index_t;
 
+/* scores [rows, positions], row i sees the positions up to first + i -> chosen [rows, topk]: the best it sees, ascending,
+ * filled with -1. A row that sees a NaN chooses nothing: attention gives NaN then. */
+typedef struct {
+    const float *scores;
+    int64_t *chosen;
+    int64_t rows, positions, first, topk;
+} top_t;
+
+/* Rows of x, `x_stride` apart -> out [rows, columns]. `added` [rows, columns] is added to x first, or NULL. */
+typedef struct {
+    float *x;
+    const float *added, *weight, *bias;
+    float *out;
+    int64_t rows, columns, x_stride;
+    float eps;
+} norm_t;
+
+/* x [rows, heads, width]: columns first .. first + rotary are turned in place by cos and sin [rows, rotary / 2]. */
+typedef struct {
+    float *x;
+    const float *cos, *sin;
+    int64_t rows, heads, width, first, rotary;
+} rotate_t;
+
+/* logits [rows, experts], bias [experts] -> chosen, weights [rows, active]. */
+typedef struct {
+    const float *logits, *bias;
+    int64_t *chosen;
+    float *weights;
+    int64_t rows, experts, active, groups, active_groups;
+    double mass; /* 0 < mass < 1: of the chosen only those that make up this share of their scores keep a weight */
+    float scaling;
+    int32_t normalise;
+} route_t;
+
+/* chosen, shares [rows, active] -> the distinct experts, where each begins, and the rows and shares of each. `experts`
+ * and `starts` have one more: how many rows there are in all. */
+typedef struct {
+    const int64_t *chosen;
+    const float *shares;
+    int64_t *experts, *starts, *grouped_rows;
+    float *grouped_shares;
+    int64_t rows, active, num_experts;
+} group_t;
+
+/* logits [rows, vocab], targets [rows] -> log p of the targets, and the best id of each row. */
+typedef struct {
+    const float *logits;
+    const int64_t *targets;
+    double *logprobs;
+    int64_t *best;
+    int64_t rows, vocab;
+} logprobs_t;
+
+typedef struct {
+    const float *values;
+    int64_t count;
+} values_t;
+
 /* Threads: work is cut into pieces that are handed out from a counter. */
 typedef void (*piece_t)(void *context, int64_t piece);
 void run_pieces(piece_t work, void *context, int64_t pieces);
 
-/* The kernels for one set of instructions. */
+/* The kernels for one set of instructions. They return 0, or 1: no memory, or what is said where they are defined. */
 typedef struct {
     const char *name;
     int (*linear)(const linear_t *);
     int (*experts)(const experts_t *);
+    int (*gated_mlp)(const mlp_t *);
+    int (*add_weighted)(const add_t *);
     int (*mla)(const mla_t *);
     int (*index_scores)(const index_t *);
-    int (*rms_norm)(const float *x, const float *weight, float *out, int64_t rows, int64_t n, int64_t x_stride, float eps);
-    int (*sigmoid)(const float *x, float *out, int64_t n);
-    int (*silu_product)(const float *gate, const float *up, float *out, int64_t n);
+    int (*top_positions)(const top_t *);
+    int (*rms_norm)(const norm_t *);
+    int (*layer_norm)(const norm_t *);
+    int (*rotate)(const rotate_t *);
+    int (*route)(const route_t *);
+    int (*group_by_expert)(const group_t *);
+    int (*logprobs)(const logprobs_t *);
+    int (*all_finite)(const values_t *);
     int64_t (*read_memory)(const uint8_t *, int64_t); /* reads so many bytes; the result means nothing */
 } kernels_t;

@@ -138,154 +138,10 @@ static int linear(const linear_t *c) {
     return job.failed;
 }
 
-/* -------------------------------------------------------------------------------------------------------------------
- * experts */
-
-#define TOGETHER 1024 /* rows of experts whose hidden values are held at once */
-
-typedef struct {
-    const experts_t *call;
-    int64_t first, stop;       /* experts of this round */
-    inputs_t in;               /* x, for gate and up */
-    inputs_t hidden_in;        /* hidden, for down */
-    const int64_t *ids;        /* 0, 1, 2 ...: rows of hidden */
-    float *hidden, *up;        /* [rows of this round, width] */
-    int failed;
-} experts_job_t;
-
-static void up_piece(void *context, int64_t piece) {
-    experts_job_t *job = context;
-    const experts_t *c = job->call;
-    int64_t per_expert = (c->width + PIECE_ROWS - 1) / PIECE_ROWS, e = job->first + piece / per_expert;
-    int64_t row = piece % per_expert * PIECE_ROWS, stop = row + PIECE_ROWS < c->width ? row + PIECE_ROWS : c->width;
-    int64_t start = c->starts[e], count = c->starts[e + 1] - start, at = start - c->starts[job->first];
-    const weight_t *gate = c->matrices + 3 * e, *up = gate + 1;
-    uint8_t *scratch = thread_scratch(work_bytes(gate));
-    if (!scratch) {
-        job->failed = 1;
-        return;
-    }
-    float *g = job->hidden + at * c->width, *u = job->up + at * c->width;
-    times(gate, input_for(&job->in, gate), c->rows + start, count, row, stop, g, c->width, scratch);
-    times(up, input_for(&job->in, up), c->rows + start, count, row, stop, u, c->width, scratch);
-    for (int64_t i = 0; i < count; i++)
-        for (int64_t r = row; r < stop; r += 16) {
-            float *a = g + i * c->width + r, *b = u + i * c->width + r;
-            if (stop - r >= 16) vf_store(a, silu_times(vf_load(a), vf_load(b)));
-            else vf_store_n(a, silu_times(vf_load_n(a, stop - r), vf_load_n(b, stop - r)), stop - r);
-        }
-}
-
-static void down_piece(void *context, int64_t piece) {
-    experts_job_t *job = context;
-    const experts_t *c = job->call;
-    int64_t row = piece * PIECE_ROWS, stop = row + PIECE_ROWS < c->hidden ? row + PIECE_ROWS : c->hidden, most = 0;
-    int64_t base = c->starts[job->first];
-    for (int64_t e = job->first; e < job->stop; e++)
-        most = c->starts[e + 1] - c->starts[e] > most ? c->starts[e + 1] - c->starts[e] : most;
-    int64_t work = up_to(work_bytes(c->matrices + 2), 64);
-    uint8_t *scratch = thread_scratch(work + 4 * most * PIECE_ROWS);
-    if (!scratch) {
-        job->failed = 1;
-        return;
-    }
-    float *y = (float *)(scratch + work);
-    for (int64_t e = job->first; e < job->stop; e++) {
-        int64_t start = c->starts[e], count = c->starts[e + 1] - start;
-        const weight_t *down = c->matrices + 3 * e + 2;
-        times(down, input_for(&job->hidden_in, down), job->ids + start - base, count, row, stop, y - row, PIECE_ROWS, scratch);
-        for (int64_t i = 0; i < count; i++) {
-            float *out = c->out + c->rows[start + i] * c->hidden, share = c->shares[start + i];
-            for (int64_t r = row; r < stop; r++) out[r] = fmaf(share, y[i * PIECE_ROWS + r - row], out[r]);
-        }
-    }
-}
-
-static int experts(const experts_t *c) {
-    int64_t largest = 0, round = 0;
-    int few = 0, many = 0;
-    for (int64_t e = 0, held = 0; e < c->experts; e++) {
-        int64_t count = c->starts[e + 1] - c->starts[e];
-        if (count < FEW) few = STREAMS; else many = TILES;
-        held = held && held + count > TOGETHER ? count : held + count;
-        round = held > round ? held : round;
-        largest = count > largest ? count : largest;
-    }
-    if (!round) return 0;
-    float *hidden = malloc((size_t)(8 * round * c->width));
-    int64_t *ids = malloc((size_t)(8 * round));
-    experts_job_t job = {.call = c, .ids = ids, .hidden = hidden, .up = hidden ? hidden + round * c->width : NULL};
-    job.failed = !hidden || !ids;
-    for (int64_t i = 0; ids && i < round; i++) ids[i] = i;
-    for (int64_t e = 0; e < c->experts && !job.failed; e++)
-        for (int i = 0; i < 2; i++)
-            job.failed |= prepare_for(&job.in, c->matrices + 3 * e + i, c->x, c->count, c->hidden, few | many);
-    while (!job.failed && job.stop < c->experts) {
-        job.first = job.stop++;
-        while (job.stop < c->experts && c->starts[job.stop + 1] - c->starts[job.first] <= TOGETHER) job.stop++;
-        int64_t rows = c->starts[job.stop] - c->starts[job.first];
-        run_pieces(up_piece, &job, (job.stop - job.first) * ((c->width + PIECE_ROWS - 1) / PIECE_ROWS));
-        for (int64_t e = job.first; e < job.stop && !job.failed; e++)
-            job.failed |= prepare_for(&job.hidden_in, c->matrices + 3 * e + 2, hidden, rows, c->width, few | many);
-        if (!job.failed) run_pieces(down_piece, &job, (c->hidden + PIECE_ROWS - 1) / PIECE_ROWS);
-        free_inputs(&job.hidden_in);
-    }
-    free_inputs(&job.in);
-    free(ids);
-    free(hidden);
-    return job.failed;
-}
-
-static int silu_product(const float *gate, const float *up, float *out, int64_t n) {
-    int64_t i = 0;
-    for (; i + 16 <= n; i += 16) vf_store(out + i, silu_times(vf_load(gate + i), vf_load(up + i)));
-    if (i < n) vf_store_n(out + i, silu_times(vf_load_n(gate + i, n - i), vf_load_n(up + i, n - i)), n - i);
-    return 0;
-}
-
-/* -------------------------------------------------------------------------------------------------------------------
- * attention */
-
+#include "experts.inc"
 #include "attention.inc"
-
-/* -------------------------------------------------------------------------------------------------------------------
- * Norm */
-
-/* Rows of n columns: x / sqrt(mean(x^2) + eps) * weight; the squares go to 16 lanes, ascending. */
-static int rms_norm(const float *x, const float *weight, float *out, int64_t rows, int64_t n, int64_t x_stride, float eps) {
-    for (int64_t r = 0; r < rows; r++, x += x_stride, out += n) {
-        vf squares = vf_zero();
-        int64_t c = 0;
-        for (; c + 16 <= n; c += 16) squares = vf_fma(vf_load(x + c), vf_load(x + c), squares);
-        if (c < n) {
-            vf last = vf_load_n(x + c, n - c);
-            squares = vf_fma(last, last, squares);
-        }
-        vf scale = vf_set1(1.0f / sqrtf(vf_sum(squares) / (float)n + eps));
-        for (c = 0; c + 16 <= n; c += 16) vf_store(out + c, vf_mul(vf_mul(vf_load(x + c), scale), vf_load(weight + c)));
-        if (c < n) {
-            vf last = vf_mul(vf_mul(vf_load_n(x + c, n - c), scale), vf_load_n(weight + c, n - c));
-            vf_store_n(out + c, last, n - c);
-        }
-    }
-    return 0;
-}
-
-/* -------------------------------------------------------------------------------------------------------------------
- * The router's scores */
-
-/* 1 / (1 + e^-x) of n values: e^-|x| is at most 1, so nothing overflows. NaN stays NaN. */
-static int sigmoid(const float *x, float *out, int64_t n) {
-    for (int64_t i = 0; i < n; i += 16) {
-        int64_t left = n - i < 16 ? n - i : 16;
-        vf v = vf_load_n(x + i, left), e = vf_exp_negative(vf_sub(vf_zero(), vf_abs(v)));
-        vf low = vf_div(vf_set1(1), vf_add(vf_set1(1), e)); /* of |x| */
-        float a[16], b[16], c[16];
-        vf_store(a, v), vf_store(b, low), vf_store(c, vf_mul(e, low));
-        for (int64_t j = 0; j < left; j++) out[i + j] = a[j] >= 0 ? b[j] : a[j] < 0 ? c[j] : a[j];
-    }
-    return 0;
-}
+#include "rows.inc"
+#include "choose.inc"
 
 /* -------------------------------------------------------------------------------------------------------------------
  * A plain read of memory, what everything else is measured against */
@@ -323,4 +179,7 @@ static int64_t read_memory(const uint8_t *data, int64_t bytes) {
 #define JOIN(a, b) JOIN_(a, b)
 #define TEXT_(a) #a
 #define TEXT(a) TEXT_(a)
-const kernels_t JOIN(kernels_, NAME) = {TEXT(NAME), linear, experts, mla, index_scores, rms_norm, sigmoid, silu_product, read_memory};
+const kernels_t JOIN(kernels_, NAME) = {
+    TEXT(NAME), linear, experts, gated_mlp, add_weighted, mla, index_scores, top_positions, rms_norm, layer_norm, rotate,
+    route, group_by_expert, logprobs, all_finite, read_memory,
+};
