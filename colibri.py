@@ -94,6 +94,8 @@ def run(settings):
     except NonFinite as error:
         say(f"colibri: {error}")
         return 1
+    finally:
+        opened.close()
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Settings -> a model ready to run: open the snapshot, plan, refuse or load. One function for every mode."""
 
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -35,6 +36,7 @@ class Opened:
     plan: Plan
     notices: tuple[str, ...]  # one line each, for stderr
     lossy: tuple[str, ...]  # what makes the answers differ from the snapshot's own, in words
+    resources: ExitStack  # what `close` ends: files, reader threads
 
     @property
     def context(self):
@@ -42,8 +44,8 @@ class Opened:
         return self.plan.context
 
     def close(self):
-        """Close the snapshot's files; experts that are not in the cache can no longer be read."""
-        self.reader.close()
+        """End the reader threads and close the files: experts that are not in the cache can no longer be read."""
+        self.resources.close()
 
 
 @dataclass(frozen=True)
@@ -53,13 +55,6 @@ class Loaded(Opened):
     model: Model
     kernels: str  # which run, in one line for stderr
     drive: str  # how experts are read, a line for each drive
-
-    def close(self):
-        """End the reader threads, then close the files."""
-        self.model.experts.close()
-        if self.model.trace:
-            self.model.trace.close()
-        super().close()
 
 
 def check_folder(settings):
@@ -91,7 +86,9 @@ def open_snapshot(settings):
         *describe_formats(settings, resident, disk),
         *list_notices(config, family, index, resident, plan),
     )
-    return Opened(folder, config, resident, disk, reader, plan, notices, lossy)
+    resources = ExitStack()
+    resources.callback(reader.close)
+    return Opened(folder, config, resident, disk, reader, plan, notices, lossy, resources)
 
 
 def tokenizer_bytes(folder):
@@ -103,13 +100,14 @@ def tokenizer_bytes(folder):
 def load_model(settings, opened=None):
     """An opened snapshot (by default settings.snap) -> Loaded: read the resident weights, set up the expert cache."""
     opened = opened or open_snapshot(settings)
+    trace = open_trace(settings.route_trace, opened) if settings.route_trace else None
     kernels = dispatch.start(settings.kernels, settings.cache / "kernels", settings.threads or num_threads())
     # Before anything is loaded: measuring takes memory for eight experts.
     free_bytes = (available_bytes() or 0) - opened.plan.need_bytes
     drive = set_up_drives(opened.disk, settings.read_mode, settings.cache, free_bytes)
     weights = opened.resident.load(opened.reader, settings.dense_bits, settings.exact)
     experts = ExpertCache(opened.config, opened.disk, opened.plan.num_slots, settings.expert_bits, settings.exact)
-    trace = open_trace(settings.route_trace, opened) if settings.route_trace else None
+    opened.resources.callback(experts.close)
     model = Model(opened.config, weights, experts, opened.plan.prefill_chunk, trace=trace)
     return Loaded(**vars(opened), model=model, kernels=kernels, drive=drive)
 
@@ -118,9 +116,11 @@ def open_trace(path, opened):
     """ROUTE_TRACE -> the trace that a run appends to."""
     config, sizes = opened.config, opened.plan.slot_bytes
     layers = list(config.sparse_layers)
-    return RouteTrace(
+    trace = RouteTrace(
         path, config.model_type, layers, config.num_experts, config.num_active_experts, max(sizes.values(), default=0)
     )
+    opened.resources.callback(trace.close)
+    return trace
 
 
 def reduce_experts(settings, config):

@@ -60,8 +60,8 @@ class Memory:
         self.pointers.append(place)
 
     def call(self, name, operation, expected, **fields):
-        """A call of fields: numbers as they are, tensors and lists of weights by pointers. Its result in `out`, or in the
-        fields of a dict, must be `expected`."""
+        """A call of fields: numbers as they are, tensors and lists of weights by pointers. Its result in `out`, or in
+        the fields of a dict, must be `expected`."""
         expected, kind = expected if isinstance(expected, dict) else {"out": expected}, CALLS[operation]
         fields = {key: torch.zeros_like(value) for key, value in expected.items()} | fields
         numbers = {key: value for key, value in fields.items() if isinstance(value, int | float)}
