@@ -31,7 +31,7 @@ def moe(model, layer, weights, x):
                     matrices = [three for _, three in batch]
                     if len(batch) == last - first:  # all were there: nothing is out of order
                         add_experts(out, x, matrices, starts[first : last + 1], rows, shares)
-                        break
+                        continue  # to the end of `ready`, which lets go of them
                     if outputs is None:
                         outputs = torch.empty(int(stop - start), x.shape[1])
                     compute(outputs, x, matrices, [index for index, _ in batch], starts, rows, start)

@@ -129,6 +129,26 @@ def test_same_ids_at_every_cap(name, cap, oracle_folder, load):
         )
 
 
+@pytest.mark.parametrize("cap", [1, 3, 5, 8])
+@pytest.mark.parametrize("rows", [1, 40, 1000])
+def test_experts_in_any_order_and_in_groups_give_the_same_bits(cap, rows, oracle_folder, load, monkeypatch):
+    """Outputs of few assignments are held at a time; a chunk asks for each expert once."""
+    ids = reference("glm_moe_dsa")[0]["seq"]
+    roomy = load(oracle_folder("glm_moe_dsa")).model
+    expected = all_logits(roomy, ids)
+    asked = roomy.experts.counters.misses  # by one chunk
+    model = load(oracle_folder("glm_moe_dsa"), cap=cap).model
+    counters = model.experts.counters
+    monkeypatch.setattr(forward.moe, "OUTPUT_BYTES", 4 * model.config.hidden_size * rows)
+    assert torch.equal(all_logits(model, ids), expected)
+    assert (counters.hits, counters.misses) == (0, asked)
+    there = sum(map(len, model.experts.resident.values()))
+    assert torch.equal(all_logits(model, ids), expected)
+    assert counters.hits + counters.misses == 2 * asked
+    if cap == 8 or rows == 1000:  # a slot for each, or one group: what is there is used before it goes
+        assert counters.hits == there
+
+
 @pytest.mark.parametrize("name", ORACLES)
 @pytest.mark.parametrize("chunk", [1, 2, 5, 11, 12, 13, 47, 48])
 def test_same_logits_at_every_prefill_chunk(name, chunk, oracle_folder, load):

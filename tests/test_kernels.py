@@ -256,6 +256,19 @@ def test_absorbed_attention(kernels, name, shape, topk):
         assert at == T
 
 
+def test_a_row_that_may_see_nothing_is_nan(kernels):
+    """Not an error, however many threads look, and whatever memory they had before."""
+    queries, kv_b, latents, rope_keys = attention_case(16, 12, 16, 9, 64, 40, 3, FORMATS["int4-g64"])
+    selection = torch.tensor([[3, 5], [-1, -1], [0, 39]])
+    for native in kernels.values():
+        native.set_threads(3)
+        try:
+            out = native.absorbed_attention(queries, kv_b, latents, rope_keys, 37, selection, 9, 0.2)
+        finally:
+            native.set_threads(1)
+        assert out[1].isnan().all() and out[[0, 2]].isfinite().all(), native.name
+
+
 @pytest.mark.parametrize("shape", [(5, 8, 16, 40), (70, 32, 128, 130), (1, 3, 20, 1)])
 def test_index_scores(kernels, shape):
     T, H, D, S = shape
