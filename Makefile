@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export PROMPT ?= In the beginning
 
-.PHONY: help setup run test test-slow lint native native-asan bench-kernels bench-decode clean
+.PHONY: help setup run test test-slow lint native native-asan bench-kernels bench-decode bench-streaming soak clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /  make \1\t/' | expand -t 20
@@ -44,6 +44,12 @@ bench-kernels: setup  ## each kernel against a plain read of memory and torch, s
 
 bench-decode: setup  ## warm decode and prefill of a synthetic GLM-5.2 in memory: 5 GB of disk and of memory
 	$(BIN)/python bench/decode.py
+
+bench-streaming: setup  ## a synthetic GLM-5.2 larger than its memory: 17 GB of disk, 6 GB of memory, 8 minutes
+	$(BIN)/python bench/streaming.py
+
+soak: setup  ## mixed prompts for half an hour: the budget holds, nothing leaks, the answers stay the same
+	$(BIN)/python scripts/soak.py
 
 clean:  ## remove .venv and caches
 	rm -rf .venv .pytest_cache .ruff_cache

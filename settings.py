@@ -15,14 +15,16 @@ EMBEDDED_SNAPSHOT = Path(__file__).resolve().parent / "models" / "tiny"
 
 VARIABLES = (
     "SNAP SCORE PROMPT REF REPLAY TF REPORT NGEN CTX CHAT THINK PREFIX "
-    "TEMP NUCLEUS SEED RAM_GB PREFILL_CHUNK TOPK TOPP EXACT KERNELS THREADS READ_MODE SNAP_MIRROR ROUTE_TRACE "
-    "XDG_CACHE_HOME TERM"
+    "TEMP NUCLEUS SEED RAM_GB PREFILL_CHUNK TOPK TOPP EXACT KERNELS THREADS READ_MODE SNAP_MIRROR LOOKAHEAD USAGE "
+    "EXPERT_TIER ROUTE_TRACE XDG_CACHE_HOME TERM"
 ).split()
 
 # What may run the arithmetic; a test holds this and kernels/dispatch.py equal, for torch is slow to import here.
 KERNELS = ("native", "reference", "avx512vnni", "avx512", "avx2", "neondot", "neon", "portable")
 
 READ_MODES = ("auto", "direct", "buffered")
+LOOKAHEADS = ("auto", "0", "1")
+TIERS = ("full", "reference")
 
 # A mode of the C engine that is not there yet: to run another one instead would be worse than to refuse.
 NOT_YET = "not built yet"
@@ -34,12 +36,14 @@ C_ENGINE = (
     ("KV_SLOTS KVSAVE SERVE_BATCH", NOT_YET, "conversations of the server"),
     ("DRAFT MTP", NOT_YET, "drafts, several tokens per forward"),
     ("GRAMMAR GRAMMAR_DRAFT SCHEMA", NOT_YET, "drafts from a grammar"),
-    ("PIN PIN_GB PIN_FILL AUTOPIN REPIN REPIN_VERBOSE STATS", NOT_YET, "pinned experts and their usage history"),
-    ("PREFETCH SPEC PILOT PILOT_K PILOT_REAL PILOT_TWO PIPE PIPE_WORKERS", NOT_YET, "experts loaded ahead of need"),
-    ("COUPLE COUPLE_K COUPLE_D", NOT_YET, "experts loaded ahead of need"),
+    ("PIN PIN_GB PIN_FILL AUTOPIN REPIN REPIN_VERBOSE", "ignored", "what is used most stays without pins; USAGE=0 forgets"),
+    ("STATS", "renamed", "ROUTE_TRACE=file records which experts a run asks for"),
+    ("PREFETCH SPEC PILOT PILOT_K PILOT_REAL PILOT_TWO", "renamed", "LOOKAHEAD; by default it is on while it pays"),
+    ("COUPLE COUPLE_K COUPLE_D", "renamed", "LOOKAHEAD; by default it is on while it pays"),
+    ("PIPE PIPE_WORKERS", "ignored", "reads and arithmetic always overlap; the drive is measured"),
     ("DIRECT", "renamed", "READ_MODE=direct; by default the drive is measured"),
     ("DROP", "ignored", "the kernel gives pages of files back first when memory is short; READ_MODE=direct keeps none"),
-    ("MLOCK COLI_MMAP", NOT_YET, "how experts are read and held"),
+    ("MLOCK COLI_MMAP", "ignored", "experts are read into memory of the process's own, within its budget"),
     ("CAP_RAISE", "renamed", "an explicit cap is exact, cap 0 takes what the budget allows"),
     ("CHAT_TEMPLATE", "renamed", "CHAT=1 turns the template on"),
     ("ABSORB", "ignored", "attention is absorbed for any number of rows"),
@@ -97,6 +101,9 @@ class Settings:
     threads: int  # 0 = as many as the process may keep busy
     read_mode: str  # how experts are read
     snap_mirror: str | None
+    lookahead: str  # whether the next layer's experts are read before they are asked for: auto, 0 or 1
+    usage: bool  # learn over runs which experts a model uses
+    expert_tier: str  # full, or the plain one to compare with
     route_trace: str | None  # file that the chosen experts are appended to
     cache: Path  # where what can be made again is kept: compiled kernels, how fast drives are
     dumb: bool  # from TERM: the terminal cannot move its cursor
@@ -138,6 +145,9 @@ class Settings:
             threads=read.whole("THREADS", 0, 0, 256),
             read_mode=read.one_of("READ_MODE", READ_MODES) or "auto",
             snap_mirror=read.path("SNAP_MIRROR"),
+            lookahead=read.one_of("LOOKAHEAD", LOOKAHEADS) or "auto",
+            usage=read.flag("USAGE", True),
+            expert_tier=read.one_of("EXPERT_TIER", TIERS) or "full",
             route_trace=read.path("ROUTE_TRACE"),
             cache=Path(read.path("XDG_CACHE_HOME") or Path.home() / ".cache") / "colibri.py",
             dumb=read.path("TERM") in (None, "dumb"),

@@ -68,7 +68,7 @@ def weight_bytes(model):
         mlp = weights.mlp
         if isinstance(mlp, MoeWeights):
             matrices += [mlp.router, mlp.shared.gate, mlp.shared.up, mlp.shared.down]
-            with model.experts.request(layer, [0]) as request:
+            with model.experts.request(layer, {0: 1}) as request:
                 [[(_, three)]] = request.ready(0, 1)
             matrices += [*three] * c.num_active_experts
         else:
@@ -91,7 +91,7 @@ def run(folder, prompt):
     settings = Settings.read([], snap=folder)
     loaded = load_model(settings)
     model, native = loaded.model, dispatch.candidates[0]
-    print(f"{Path(folder).name} | {loaded.kernels} | {loaded.plan.num_slots} slots a layer\n")
+    print(f"{Path(folder).name} | {loaded.kernels} | {loaded.plan.num_slots} slots\n")
     memory = Arena(READ_BYTES).take(READ_BYTES).fill_(1)
 
     def read():

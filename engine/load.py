@@ -7,6 +7,7 @@ from pathlib import Path
 from engine.drives import set_up_drives
 from engine.plan import Plan, make_plan
 from engine.route_trace import RouteTrace
+from engine.usage import Usage
 from forward.model import Model
 from kernels import dispatch
 from kernels.packing import GROUP
@@ -15,7 +16,7 @@ from snapshot.errors import Refused
 from snapshot.expert_cache import ExpertCache
 from snapshot.expert_disk import ExpertDisk
 from snapshot.index import read_index
-from snapshot.memory import available_bytes
+from snapshot.memory import MemoryGuard, available_bytes
 from snapshot.reader import Reader
 from snapshot.resident import ResidentTensors
 from snapshot.threads import num_threads
@@ -55,6 +56,8 @@ class Loaded(Opened):
     model: Model
     kernels: str  # which run, in one line for stderr
     drive: str  # how experts are read, a line for each drive
+    usage: Usage | None  # what is learned over runs
+    history: str | None  # what the run begins with of it, in one line for stderr
 
 
 def check_folder(settings):
@@ -105,19 +108,35 @@ def load_model(settings, opened=None):
     # Before anything is loaded: measuring takes memory for eight experts.
     free_bytes = (available_bytes() or 0) - opened.plan.need_bytes
     drive = set_up_drives(opened.disk, settings.read_mode, settings.cache, free_bytes)
-    weights = opened.resident.load(opened.reader, settings.dense_bits, settings.exact)
-    experts = ExpertCache(opened.config, opened.disk, opened.plan.num_slots, settings.expert_bits, settings.exact)
+    # Its slots are made ready while the drive is busy with the resident weights.
+    experts = ExpertCache(
+        opened.config,
+        opened.disk,
+        opened.plan.slots,
+        opened.plan.floor,
+        settings.expert_bits,
+        settings.exact,
+        settings.expert_tier,
+        settings.lookahead,
+        MemoryGuard(opened.plan.budget_bytes),
+    )
     opened.resources.callback(experts.close)
+    weights = opened.resident.load(opened.reader, settings.dense_bits, settings.exact)
     model = Model(opened.config, weights, experts, opened.plan.prefill_chunk, trace=trace)
-    return Loaded(**vars(opened), model=model, kernels=kernels, drive=drive)
+    usage = history = None
+    if settings.usage and settings.expert_tier == "full" and opened.config.sparse_layers:
+        usage = Usage(opened, settings.cache)
+        counts, history = usage.load()
+        experts.prime(counts)
+    return Loaded(**vars(opened), model=model, kernels=kernels, drive=drive, usage=usage, history=history)
 
 
 def open_trace(path, opened):
     """ROUTE_TRACE -> the trace that a run appends to."""
-    config, sizes = opened.config, opened.plan.slot_bytes
+    config, sizes = opened.config, [slots.slot_bytes for slots in opened.plan.slots]
     layers = list(config.sparse_layers)
     trace = RouteTrace(
-        path, config.model_type, layers, config.num_experts, config.num_active_experts, max(sizes.values(), default=0)
+        path, config.model_type, layers, config.num_experts, config.num_active_experts, max(sizes, default=0)
     )
     opened.resources.callback(trace.close)
     return trace
@@ -178,7 +197,7 @@ def list_notices(config, family, index, resident, plan):
         found = index.has_layer(family.layer_prefix(config.num_layers))
         state = "is not used yet" if found else "is missing from the snapshot"
         notices.append(f"[MTP] the multi-token-prediction layer {state}: one token per forward")
-    if plan.num_slots == 1 and config.num_experts > 1 and config.sparse_layers:
+    if plan.num_slots == plan.num_sparse_layers and config.num_experts > 1 and config.sparse_layers:
         notices.append(
             "[cache] one slot per layer: every expert of every token is read from disk, expect it to be slow"
         )

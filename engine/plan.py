@@ -11,12 +11,13 @@ from forward.cost import scratch_bytes
 from forward.kv_state import KvState
 from kernels.packing import PACK_BYTES
 from snapshot.errors import Refused
-from snapshot.expert_cache import slot_bytes
 from snapshot.memory import available_bytes, rss_bytes
+from snapshot.slots import SlotClass, share_out, slot_bytes
 
 AUTO_SHARE = 0.88
 UNKNOWN_BUDGET = 8e9  # what is assumed of a machine that does not say, as the C engine does
 DEFAULT_CHUNK, MIN_CHUNK = 1024, 64
+FLOOR_SHARE = 4  # of the slots of a layer on average
 PROCESS_STEP = 64 << 20  # the process is counted in steps of this, so that two looks at it agree
 
 
@@ -30,15 +31,24 @@ class Plan:
     resident_bytes: int
     kv_bytes: int
     scratch_bytes: int
-    slot_bytes: dict[int, int]  # sparse layer -> bytes of one expert in that layer's own format, whole pages
-    num_experts: int
-    num_slots: int  # in each sparse layer
+    slots: tuple[SlotClass, ...]  # layers of about the same expert size share theirs
+    floor: int  # experts that each layer keeps
+    num_experts: int  # of each sparse layer
     context: int  # positions
     prefill_chunk: int  # rows
 
     @property
+    def num_slots(self):
+        """Of all layers together."""
+        return sum(slots.num_slots for slots in self.slots)
+
+    @property
+    def num_sparse_layers(self):
+        return sum(len(slots.layers) for slots in self.slots)
+
+    @property
     def cache_bytes(self):
-        return self.num_slots * sum(self.slot_bytes.values())
+        return sum(slots.num_bytes for slots in self.slots)
 
     @property
     def fixed_bytes(self):
@@ -51,21 +61,24 @@ class Plan:
 
     def lines(self):
         """The plan in two lines."""
-        sizes = self.slot_bytes.values()
+        sizes = [slots.slot_bytes for slots in self.slots]
         each = f"{max(sizes, default=0) / 1e6:.2f} MB a slot"
-        if len(set(sizes)) > 1:
+        if len(sizes) > 1:
             each = f"{min(sizes) / 1e6:.2f} to {each}"
+        experts = self.num_sparse_layers * self.num_experts
         return (
             f"[plan] budget {gb(self.budget_bytes)} ({self.budget_source}) | need {gb(self.need_bytes)} = "
             f"process {gb(self.process_bytes)} + resident {gb(self.resident_bytes)} + KV {gb(self.kv_bytes)} + "
             f"scratch {gb(self.scratch_bytes)} + cache {gb(self.cache_bytes)}",
-            f"[plan] cache: {self.num_slots} of {self.num_experts} experts in each of {len(sizes)} sparse layers, "
-            f"{each} | CTX {self.context} | prefill in chunks of {self.prefill_chunk}",
+            f"[plan] cache: {self.num_slots} of {experts} experts in {self.num_sparse_layers} sparse layers "
+            f"({self.num_slots / max(1, experts):.0%}), {each} | CTX {self.context} | prefill in chunks of {self.prefill_chunk}",
         )
 
     def as_json(self):
         """Every number of the plan, for scripts/plan.py --json."""
-        return asdict(self) | {"cache_bytes": self.cache_bytes, "need_bytes": self.need_bytes}
+        return asdict(self) | {
+            name: getattr(self, name) for name in ("num_slots", "cache_bytes", "need_bytes")
+        }
 
 
 def gb(num_bytes):
@@ -95,11 +108,11 @@ def make_plan(config, resident, disk, settings, context, tokenizer_bytes=0):
     what is left.
     """
     budget, source = find_budget(settings.ram_gb)
-    num_slots = min(max(settings.cap, 1), config.num_experts)
-
+    sizes = {layer: slot_bytes(config, disk, layer, settings.expert_bits) for layer in config.sparse_layers}
     packing = packing_bytes(config, disk) if disk.packs(settings.expert_bits) else 0
 
-    def plan_with(chunk, slots):
+    def plan_with(chunk, cache_bytes=0):
+        slots = share_out(sizes, config.num_experts, cache_bytes, settings.cap if settings.cap or cache_bytes else 1)
         return Plan(
             budget_bytes=budget,
             budget_source=source,
@@ -107,15 +120,15 @@ def make_plan(config, resident, disk, settings, context, tokenizer_bytes=0):
             resident_bytes=resident.num_bytes(settings.dense_bits),
             kv_bytes=KvState.bytes_for(config, context),
             scratch_bytes=scratch_bytes(config, chunk, context) + packing,
-            slot_bytes={i: slot_bytes(config, disk, i, settings.expert_bits) for i in config.sparse_layers},
+            slots=slots,
+            floor=settings.cap or floor_of(config, slots),
             num_experts=config.num_experts,
-            num_slots=slots,
             context=context,
             prefill_chunk=chunk,
         )
 
     chunk = settings.prefill_chunk or DEFAULT_CHUNK
-    plan = plan_with(chunk, num_slots)
+    plan = plan_with(chunk)
     # Rows of a chunk and slots of the cache share what is left: more rows serve the prefill, more slots the decode.
     while (
         not settings.prefill_chunk
@@ -123,14 +136,19 @@ def make_plan(config, resident, disk, settings, context, tokenizer_bytes=0):
         and (plan.need_bytes > budget or plan.scratch_bytes > (budget - plan.fixed_bytes) / 2)
     ):
         chunk //= 2
-        plan = plan_with(chunk, num_slots)
+        plan = plan_with(chunk)
     if plan.need_bytes > budget:
-        need = f"{gb(plan.need_bytes)} with {f'cap {num_slots}' if settings.cap else 'one expert slot per layer'}"
+        need = f"{gb(plan.need_bytes)} with {f'cap {settings.cap}' if settings.cap else 'one expert slot per layer'}"
         raise Refused(
             f"this does not fit: need {need} and CTX={context}, have {gb(budget)} ({source}); "
             "raise RAM_GB, lower CTX, or quantise (python colibri.py cap expert_bits dense_bits)"
         )
     if not settings.cap and plan.cache_bytes:
-        spare = (budget - plan.need_bytes) // sum(plan.slot_bytes.values())
-        plan = plan_with(chunk, min(1 + spare, config.num_experts))
+        plan = plan_with(chunk, budget - plan.need_bytes + plan.cache_bytes)
     return plan
+
+
+def floor_of(config, slots):
+    """A token's experts, at most a quarter of what a layer has on average: below that no layer's share falls."""
+    average = min((s.num_slots // len(s.layers) for s in slots), default=0)
+    return max(1, min(config.num_active_experts, average // FLOOR_SHARE))

@@ -15,6 +15,6 @@ def layer_forward(model, layer, weights, x, chunk, selections):
         out, selections = mla(config, layer, attention, weights.indexer, normed, chunk, selections)
         normed = rms_norm(out, attention.post_norm, config.rms_norm_eps, added=x)
     if isinstance(weights.mlp, MoeWeights):
-        return moe(model, layer, weights.mlp, normed).add_(out), selections
+        return moe(model, layer, weights.mlp, normed, out).add_(out), selections
     with model.profile.measure("dense-mlp"):
         return mlp(normed, weights.mlp.gate, weights.mlp.up, weights.mlp.down).add_(out), selections

@@ -4,23 +4,27 @@ The cache is asked for expert ids and gives matrices, in whatever order they are
 learns.
 """
 
+import time
+
 import torch
 
 from forward.mlp import mlp
 from kernels import dispatch
-from kernels.dispatch import add_experts, add_weighted, expert_outputs, group_by_expert, linear
+from kernels.dispatch import add_experts, add_weighted, expert_outputs, group_by_expert, linear, rms_norm
 
 OUTPUT_BYTES = 32 << 20  # of experts that were computed before their turn to be added
 
 
-def moe(model, layer, weights, x):
-    """x [T, D] -> [T, D]. Each distinct expert of the T rows is asked for once."""
+def moe(model, layer, weights, x, residual):
+    """x [T, D], the normed residual [T, D] -> [T, D]. Each distinct expert of the T rows is asked for once."""
     with model.profile.measure("router"):
         chosen, shares = route(model.config, weights, x)  # [T, A] ascending, [T, A]
         experts, starts, rows, shares = group_by_expert(chosen, shares, model.config.num_experts)
+        uses = rows_of_each(experts, starts)
     if model.trace:
-        model.trace.record(layer, dict(zip(experts, starts.diff().tolist(), strict=True)), len(x))
-    with model.experts.request(layer, experts) as request:
+        model.trace.record(layer, uses, len(x))
+    with model.experts.request(layer, uses, len(x)) as request:
+        look_ahead(model, layer + 1, residual, request)
         with model.profile.measure("expert-matmul"):
             out = mlp(x, weights.shared.gate, weights.shared.up, weights.shared.down)
         for first, last in cut(starts.tolist(), OUTPUT_BYTES // (4 * x.shape[1])):
@@ -39,6 +43,25 @@ def moe(model, layer, weights, x):
                 with model.profile.measure("expert-matmul"):
                     add_weighted(out, outputs, rows[start:stop], shares[start:stop])
     return out
+
+
+def rows_of_each(experts, starts):
+    """Of what group_by_expert gives -> {expert: number of its rows}, ascending."""
+    return dict(zip(experts, starts.diff().tolist(), strict=True))
+
+
+def look_ahead(model, layer, residual, request):
+    """Tell the cache which experts the next layer is likely to ask for: those its router takes for the residual as it is
+    before this layer's experts are added."""
+    experts = model.experts.lookahead
+    if layer < model.config.num_layers and layer in model.experts.home and experts.wants(len(residual)):
+        started = time.perf_counter()
+        with model.profile.measure("router"):
+            weights = model.weights.layers[layer]
+            x = rms_norm(residual, weights.attention.post_norm, model.config.rms_norm_eps)
+            chosen = group_by_expert(*route(model.config, weights.mlp, x), model.config.num_experts)
+            request.look_ahead(layer, rows_of_each(*chosen[:2]))
+        experts.note_thinking(time.perf_counter() - started)
 
 
 def compute(outputs, x, matrices, indices, starts, rows, base):

@@ -4,6 +4,7 @@ A bar on a terminal, plain lines otherwise and with TERM=dumb. Nothing is colour
 """
 
 import sys
+import time
 import warnings
 
 PREFILL_EVERY = 4  # layers between two [prefill] lines
@@ -46,12 +47,26 @@ def announce(opened):
         say(line)
 
 
-def prefill_progress(layer, num_layers, rows):
-    """Progress callback of a prefill: a bar on a terminal, else every fourth layer and the last."""
-    line = f"[prefill] layer {layer}/{num_layers} | {rows} tokens"
-    if Terminal.has_bar:
-        filled = BAR_WIDTH * layer // num_layers
-        end = WIPE if layer == num_layers else ""
-        print(f"\r{line} {'#' * filled}{'.' * (BAR_WIDTH - filled)} {end}", end="", file=sys.stderr, flush=True)
-    elif layer % PREFILL_EVERY == 0 or layer == num_layers:
-        say(line)
+class PrefillProgress:
+    """Progress callback of a prefill of `num_rows` in all: a bar on a terminal, else every fourth layer and the last of
+    each chunk."""
+
+    def __init__(self, num_rows):
+        self.num_rows, self.done, self.started = num_rows, 0, time.perf_counter()
+
+    def __call__(self, layer, num_layers, rows):
+        line = f"[prefill] layer {layer}/{num_layers} | {rows} tokens"
+        share = min(1.0, (self.done + rows * layer / num_layers) / self.num_rows)
+        self.done += rows if layer == num_layers else 0
+        if Terminal.has_bar:
+            show_progress(line, share, time.perf_counter() - self.started)
+        elif layer % PREFILL_EVERY == 0 or layer == num_layers:
+            say(line)
+
+
+def show_progress(what, share, seconds, more=""):
+    """A bar that stands in the last line of the terminal, with the time left; wiped when all is done."""
+    filled = int(BAR_WIDTH * share)
+    left = f"{seconds * (1 - share) / share:.0f} s left" if share and seconds > 1 else ""
+    text = f"\r{what} {'#' * filled}{'.' * (BAR_WIDTH - filled)} {' | '.join(filter(None, (more, left)))}\x1b[K"
+    print(text if share < 1 else WIPE, end="", file=sys.stderr, flush=True)

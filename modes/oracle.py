@@ -4,9 +4,9 @@ from engine.decode import spec_decode
 from engine.load import load_model
 from engine.sample import Sampler
 from forward.kv_state import KvState
-from modes.console import prefill_progress
+from modes.console import PrefillProgress, say
 from modes.reference import read_reference, reference_path
-from modes.run import Run, write_report
+from modes.run import Run, profile_line, write_report
 from snapshot.errors import Refused
 
 
@@ -21,7 +21,8 @@ def run_oracle(settings, opened):
     counters, run.num_prompt_ids = run.counters, len(prompt)
     kv = KvState(model.config, loaded.context)
     max_tokens = len(full) - len(prompt)
-    for token in spec_decode(model, kv, prompt, Sampler(), max_tokens, progress=prefill_progress, counters=counters):
+    progress = PrefillProgress(len(prompt))
+    for token in spec_decode(model, kv, prompt, Sampler(), max_tokens, progress=progress, counters=counters):
         generated.append(token)
         run.on_token()
     run.end()
@@ -34,6 +35,7 @@ def run_oracle(settings, opened):
         first = next(i for i, (a, b) in enumerate(zip(generated, expected, strict=True)) if a != b)
         print(f"oracle: first difference at position {len(prompt) + first}: {generated[first]}, not {expected[first]}")
     numbers = run.numbers(counters.tokens - 1, equal=num_equal, compared=len(expected))
-    run.summary(numbers)
+    run.summary(counters.tokens - 1)
+    say(profile_line(numbers["profile"]))
     write_report(settings, numbers)
     return 0 if num_equal == len(expected) else 1

@@ -9,9 +9,9 @@ import torch
 from engine.load import load_model
 from forward.kv_state import KvState
 from forward.step import step
-from modes.console import prefill_progress, say
+from modes.console import PrefillProgress, say
 from modes.reference import read_reference, reference_path
-from modes.run import Run, profile_line, write_report
+from modes.run import Run, divide, profile_line, write_report
 from snapshot.errors import Refused
 
 
@@ -25,32 +25,27 @@ def run_replay(settings, opened):
     model, run = loaded.model, Run("replay", loaded)
     run.num_prompt_ids = first = len(prompt) - 1
     kv = KvState(model.config, len(full))
-    step(model, [(full[:first], kv)], prefill_progress)
+    step(model, [(full[:first], kv)], PrefillProgress(first))
     run.prefill_done()
-    prefill_read = model.experts.counters.bytes_read
-    model.experts.reset_counters()
-    model.profile.reset()
     equal = 0
     for at in range(first, len(full) - 1):
         logits = step(model, [([full[at]], kv)])
         equal += int(torch.argmax(logits)) == full[at + 1]
     run.end()
     num_tokens = len(full) - 1 - first
-    prefill, decode = run.seconds()
-    cache = model.experts.counters
+    prefill, decode = run.phases()
     print(
-        f"REPLAY decode: {num_tokens} token in {decode:.2f} s | {num_tokens / decode:.2f} tok/s | "
-        f"expert hit {100 * cache.hit_rate:.1f}%"
+        f"REPLAY decode: {num_tokens} token in {decode.seconds:.2f} s | {num_tokens / decode.seconds:.2f} tok/s | "
+        f"expert hit {100 * decode.cache.hit_rate:.1f}%"
     )
-    busy = model.experts.busy_seconds
-    disk = cache.bytes_read / busy / 1e9 if busy else 0.0
     print(
-        f"REPLAY prefill: {first} token in {prefill:.2f} s | {first / prefill:.2f} tok/s | {prefill_read / 1e9:.3f} GB"
+        f"REPLAY prefill: {first} token in {prefill.seconds:.2f} s | {first / prefill.seconds:.2f} tok/s | "
+        f"{prefill.cache.bytes_read / 1e9:.3f} GB"
     )
-    print(f"REPLAY disk: {cache.bytes_read / num_tokens / 1e6:.3f} MB a token | {disk:.2f} GB/s while reading")
-    numbers = run.numbers(num_tokens, prefill_expert_bytes_read=prefill_read, argmax_equal=equal)
-    # The profile is that of the decode alone.
-    numbers["profile"]["rest"] -= prefill
+    disk = divide(decode.cache.bytes_read / 1e9, decode.busy_seconds)
+    print(f"REPLAY disk: {decode.cache.bytes_read / num_tokens / 1e6:.3f} MB a token | {disk:.2f} GB/s while reading")
+    numbers = run.numbers(num_tokens, argmax_equal=equal)
+    run.summary(num_tokens)
     say(profile_line(numbers["profile"]))
     write_report(settings, numbers)
     return 0

@@ -3,15 +3,32 @@
 import json
 import os
 import time
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from engine.decode import DecodeCounters
-from modes.console import Terminal, say
+from modes.console import Terminal, say, show_progress
 from snapshot.errors import Refused
+from snapshot.expert_cache import CacheCounters
 from snapshot.memory import peak_rss_bytes, rss_bytes
 
 HEARTBEAT_EVERY = 16  # tokens
 QUIET_SECONDS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """The clocks and counters at one moment, or between two: then of what happened from one to the other."""
+
+    seconds: float
+    cache: CacheCounters
+    busy_seconds: float  # of the drives
+    profile: dict[str, float]
+
+    def since(self, before):
+        cache = CacheCounters(*(getattr(self.cache, f.name) - getattr(before.cache, f.name) for f in fields(self.cache)))
+        profile = {stage: seconds - before.profile[stage] for stage, seconds in self.profile.items()}
+        return Mark(self.seconds - before.seconds, cache, self.busy_seconds - before.busy_seconds, profile)
 
 
 class Run:
@@ -19,30 +36,41 @@ class Run:
 
     def __init__(self, mode, loaded):
         self.mode, self.loaded, self.model = mode, loaded, loaded.model
-        say(loaded.kernels)
-        say(loaded.drive)
+        for line in (loaded.kernels, loaded.drive, loaded.history):
+            if line:
+                say(line)
         self.counters = DecodeCounters()
         self.num_prompt_ids = 0
-        self.started = time.perf_counter()
+        self.started = self.mark()
         self.prefilled = None  # when decoding began
         self.ended = None  # what comes after is reporting
-        self.said = self.started  # when the last heartbeat was
+        self.said = self.started.seconds  # when the last heartbeat was
+
+    def mark(self):
+        """The clocks and counters of this moment."""
+        experts = self.model.experts
+        return Mark(
+            time.perf_counter(), replace(experts.counters), experts.busy_seconds, dict(self.model.profile.seconds)
+        )
 
     def prefill_done(self):
         """Everything before this was prefill, everything after it is decoding."""
-        self.prefilled = time.perf_counter()
+        self.prefilled = self.mark()
 
     def end(self):
         """The clocks stop: whatever is said of the run from here on is the same number."""
-        self.ended = time.perf_counter()
+        self.ended = self.mark()
 
-    def on_token(self):
+    def on_token(self, max_tokens=None):
         """Call for each token of spec_decode as it comes; every 16 tokens it says how things go. Into a text that is
         being read on the same terminal it speaks only when the last word is ten seconds old, on a line of its own."""
         now = time.perf_counter()
         if self.prefilled is None:
             self.prefill_done()
             self.said = now
+        if max_tokens and Terminal.has_bar and not Terminal.is_shared:
+            seconds = now - self.prefilled.seconds
+            show_progress("decode", self.counters.tokens / max_tokens, seconds, f"{self.counters.tokens} tokens")
         if self.counters.tokens % HEARTBEAT_EVERY:
             return
         if Terminal.is_shared and now - self.said < QUIET_SECONDS:
@@ -52,37 +80,48 @@ class Run:
         line = f"[t={self.counters.tokens}  {self.state(self.counters.tokens - 1)}]"
         say(f"\n{line}" if Terminal.is_shared else line)
 
-    def seconds(self):
-        """-> (prefill, decode) up to the end, or up to now."""
-        now = self.ended or time.perf_counter()
+    def phases(self):
+        """-> (prefill, decode) up to the end, or up to now: Marks of what happened in each."""
+        now = self.ended or self.mark()
         prefilled = self.prefilled or now
-        return prefilled - self.started, now - prefilled
+        return prefilled.since(self.started), now.since(prefilled)
 
     def state(self, num_decoded):
         """RSS, hit rate, speed and tokens per forward in one line."""
-        decode, cache = self.seconds()[1], self.model.experts.counters
-        speed = f"{num_decoded / decode:.1f}" if num_decoded > 0 and decode > 0 else "-"
+        _, decode = self.phases()
+        speed = f"{num_decoded / decode.seconds:.1f}" if num_decoded > 0 and decode.seconds > 0 else "-"
         return (
-            f"RSS {rss_bytes() / 1e9:.2f} GB  hit {cache.hit_rate:.1%}  {speed} tok/s  "
+            f"RSS {rss_bytes() / 1e9:.2f} GB  hit {decode.cache.hit_rate:.1%}  {speed} tok/s  "
             f"{self.counters.tokens_per_forward:.2f} tok/fw"
         )
 
+    @property
+    def drive_speed(self):
+        """Bytes a second that the drives give to plain reads, as measured at their first use; None: not measured."""
+        drives = self.loaded.disk.drives.all
+        known = all(drive.speed.arms for drive in drives)
+        return sum(drive.speed.gigabytes_per_second for drive in drives) * 1e9 if known else None
+
     def numbers(self, num_decoded, **more):
         """Every number of the run, as REPORT holds it: docs/report.md. `num_decoded` tokens took the decode time."""
-        (prefill, decode), c, cache = self.seconds(), self.counters, self.model.experts.counters
-        profile = {"expert-disk": cache.wait_seconds, **self.model.profile.seconds}
-        profile["rest"] = prefill + decode - sum(profile.values())
-        plan = self.loaded.plan
+        (prefill, decode), c, experts = self.phases(), self.counters, self.model.experts
+        # What a replay measures is the decode alone.
+        is_replay = self.mode == "replay"
+        whole = decode if is_replay else (self.ended or self.mark()).since(self.started)
+        cache, plan = whole.cache, self.loaded.plan
+        tokens = num_decoded if is_replay else num_decoded + self.num_prompt_ids
+        profile = {"expert-disk": cache.wait_seconds, **whole.profile}
+        profile["rest"] = whole.seconds - sum(profile.values())
         return {
             "mode": self.mode,
             "model": self.loaded.folder.resolve().name,
             "model_type": self.model.config.model_type,
             "kernels": self.loaded.kernels.removeprefix("[kernels] "),
             "prompt_tokens": self.num_prompt_ids,
-            "tokens": num_decoded if self.mode == "replay" else c.tokens,
-            "prefill_s": prefill,
-            "decode_s": decode,
-            "tok_s": num_decoded / decode if num_decoded > 0 and decode > 0 else None,
+            "tokens": num_decoded if is_replay else c.tokens,
+            "prefill_s": prefill.seconds,
+            "decode_s": decode.seconds,
+            "tok_s": divide(num_decoded, decode.seconds) or None,
             "forwards": c.forwards,
             "tokens_per_forward": c.tokens_per_forward if c.forwards else None,
             "drafts_proposed": c.proposed,
@@ -90,29 +129,69 @@ class Run:
             "hits": cache.hits,
             "misses": cache.misses,
             "hit_rate": cache.hit_rate,
+            "experts_read_per_token": divide(cache.misses, tokens),
             "expert_bytes_read": cache.bytes_read,
+            "prefill_expert_bytes_read": prefill.cache.bytes_read,
             "disk_wait_s": cache.wait_seconds,
-            "disk_busy_s": self.model.experts.busy_seconds,
+            "wait_share": divide(cache.wait_seconds, whole.seconds),
+            "disk_busy_s": whole.busy_seconds,
             "drive": self.loaded.drive,
+            "drive_bytes_s": self.drive_speed,
+            "drive_use": divide(cache.bytes_read, whole.seconds * (self.drive_speed or 0)),
+            "ahead_useful_bytes": cache.ahead_useful_bytes,
+            "ahead_wasted_bytes": cache.ahead_wasted_bytes,
             "rss_bytes": rss_bytes(),
             "peak_rss_bytes": peak_rss_bytes(),
             "budget_bytes": plan.budget_bytes,
             "context": self.loaded.context,
             "cache_slots": plan.num_slots,
-            "cache_bytes": plan.cache_bytes,
+            "cache_bytes": experts.num_bytes,
             "lossy": list(self.loaded.lossy),
             "profile": profile,
             **more,
         }
 
-    def summary(self, numbers):
-        """The statistics of a generation, and its profile."""
+    def summary(self, num_decoded):
+        """What the run did, as a table, and its profile."""
+        prefill, decode = self.phases()
+        rows = [self.row("prefill", prefill, self.num_prompt_ids)]
+        if num_decoded > 0:
+            rows.append(self.row("decode", decode, num_decoded))
+        widths = [max(len(row[i]) for row in (HEAD, *rows)) for i in range(len(HEAD))]
+        for row in (HEAD, *rows):
+            say("[run] " + "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
+        whole = (self.ended or self.mark()).since(self.started)
+        useful, wasted = whole.cache.ahead_useful_bytes / 1e9, whole.cache.ahead_wasted_bytes / 1e9
         say(
-            f"[done] prompt: {numbers['prompt_tokens']} tokens in {numbers['prefill_s']:.2f} s | answer: "
-            f"{numbers['tokens']} tokens in {numbers['decode_s']:.2f} s | "
-            f"read {numbers['expert_bytes_read'] / 1e9:.3f} GB | {self.state(self.counters.tokens - 1)}"
+            f"[run] read ahead: {useful:.3f} GB useful, {wasted:.3f} GB wasted | "
+            f"cache {self.model.experts.num_bytes / 1e9:.2f} GB | peak RSS {peak_rss_bytes() / 1e9:.2f} of "
+            f"{self.loaded.plan.budget_bytes / 1e9:.2f} GB | {self.counters.tokens_per_forward:.2f} tokens a forward"
         )
-        say(profile_line(numbers["profile"]))
+
+    def row(self, phase, mark, tokens):
+        """One line of the table."""
+        cache, speed = mark.cache, self.drive_speed
+        return (
+            phase,
+            str(tokens),
+            f"{mark.seconds:.2f}",
+            f"{divide(tokens, mark.seconds):.2f}",
+            f"{cache.hit_rate:.1%}",
+            f"{divide(cache.misses, tokens):.1f}",
+            f"{divide(cache.bytes_read / 1e9, tokens):.3f}",
+            f"{divide(cache.bytes_read / 1e9, mark.busy_seconds):.2f}",
+            f"{cache.bytes_read / mark.seconds / speed:.2f}" if speed else "-",
+            f"{divide(cache.wait_seconds, mark.seconds):.0%}",
+        )
+
+
+# GB/s while something was read; U: bytes over the whole time, as a share of what the drive gives to plain reads.
+HEAD = ("", "tokens", "s", "tok/s", "hit", "experts read/tok", "GB/tok", "GB/s", "U", "waiting")
+
+
+def divide(a, b):
+    """a / b, 0 where there is nothing to divide by."""
+    return a / b if b else 0.0
 
 
 def profile_line(profile):

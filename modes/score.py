@@ -29,7 +29,7 @@ def run_score(settings, opened):
     requests = read_requests(settings, opened)
     loaded = load_model(settings, opened)
     run, counters, results, printed = Run("score", loaded), ScoreCounters(), {}, 0
-    said = run.started
+    said = run.started.seconds
 
     def layer_progress(layer, num_layers, rows):
         nonlocal said
@@ -46,7 +46,7 @@ def run_score(settings, opened):
         sys.stdout.flush()
         if (now := time.perf_counter()) - said > PROGRESS_SECONDS or len(results) == len(requests):
             said = now
-            say(progress_line(len(results), len(requests), now - run.started, loaded.model))
+            say(progress_line(len(results), len(requests), now - run.started.seconds, loaded.model))
     run.end()
     run.num_prompt_ids = counters.context_rows
     numbers = run.numbers(
@@ -59,6 +59,7 @@ def run_score(settings, opened):
         f"[done] {len(requests)} requests in {numbers['prefill_s']:.2f} s | rows: {counters.context_rows} of contexts, "
         f"{counters.continuation_rows} of continuations | read {numbers['expert_bytes_read'] / 1e9:.3f} GB"
     )
+    run.summary(0)
     say(profile_line(numbers["profile"]))
     write_report(settings, numbers)
     return 0

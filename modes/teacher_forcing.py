@@ -3,7 +3,7 @@
 from engine.load import load_model
 from forward.kv_state import KvState
 from forward.step import step_logprobs
-from modes.console import prefill_progress, say
+from modes.console import PrefillProgress, say
 from modes.reference import read_reference, reference_path
 from modes.run import Run, profile_line, write_report
 from snapshot.errors import Refused
@@ -21,9 +21,9 @@ def forward_all(settings, opened):
     model, run = loaded.model, Run("tf", loaded)
     run.num_prompt_ids = len(ids)
     kv = KvState(model.config, len(ids))
-    predicted = step_logprobs(model, [(ids, kv)], expected, prefill_progress)[1].tolist()
+    predicted = step_logprobs(model, [(ids, kv)], expected, PrefillProgress(len(ids)))[1].tolist()
     run.end()
-    seconds = run.seconds()[0]
+    seconds = run.phases()[0].seconds
     wrong = [i for i, (a, b) in enumerate(zip(predicted, expected, strict=True)) if a != b]
     for i in wrong[:MAX_LISTED]:
         say(f"[tf] position {i}: {predicted[i]}, the reference says {expected[i]}")
@@ -32,6 +32,7 @@ def forward_all(settings, opened):
     right = len(ids) - len(wrong)
     print(f"PREFILL (teacher-forcing): {right}/{len(ids)} positions equal | {len(ids) / seconds:.1f} pos/s")
     numbers = run.numbers(0, equal=right, compared=len(ids))
+    run.summary(0)
     say(profile_line(numbers["profile"]))
     write_report(settings, numbers)
     return 1 if wrong else 0

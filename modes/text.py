@@ -8,8 +8,8 @@ from engine.sample import Sampler
 from engine.stream import TextStream
 from forward.finite import NonFinite
 from forward.kv_state import KvState
-from modes.console import prefill_progress, say
-from modes.run import Run, write_report
+from modes.console import PrefillProgress, say
+from modes.run import Run, profile_line, write_report
 from snapshot.errors import Refused
 from snapshot.tokenizer import TextTokenizer
 
@@ -40,11 +40,18 @@ def run_text(settings, opened):
     kv = KvState(config, context)
     try:
         for token in spec_decode(
-            model, kv, prompt_ids, sampler, max_tokens, stop_ids, progress=prefill_progress, counters=counters
+            model,
+            kv,
+            prompt_ids,
+            sampler,
+            max_tokens,
+            stop_ids,
+            progress=PrefillProgress(len(prompt_ids)),
+            counters=counters,
         ):
             with model.profile.measure("text"):
                 write(stream.push(token))
-                run.on_token()
+                run.on_token(max_tokens)
     except KeyboardInterrupt as error:
         interrupted = error
     except NonFinite:
@@ -55,7 +62,10 @@ def run_text(settings, opened):
     why = why_stopped(interrupted, counters, tokenizer, max_tokens, settings)
     say(f"[stop] {why}")
     numbers = run.numbers(counters.tokens - 1, stop=why, seed=settings.seed)
-    run.summary(numbers)
+    run.summary(counters.tokens - 1)
+    say(profile_line(numbers["profile"]))
+    if loaded.usage:
+        loaded.usage.save(model.experts.counts(), kv.length)
     write_report(settings, numbers)
     if interrupted:
         raise interrupted

@@ -4,11 +4,20 @@ A weight is read once a token from one end to the other; with pages of 4 KiB loo
 Pages count as memory only once they are written.
 """
 
+import ctypes
 import mmap
+from functools import cache
 
 import torch
 
 LINE = 64  # bytes of a cache line: no two slices share one
+MADV_POPULATE_WRITE = 23  # Linux 5.14; others refuse it
+
+
+@cache
+def libc():
+    """The system's calls; unlike those of mmap they let other threads run."""
+    return ctypes.CDLL(None)
 
 
 class Arena:
@@ -26,6 +35,17 @@ class Arena:
         start = self.taken
         self.taken = line_end(start + num_bytes)
         return self.bytes[start : start + num_bytes]
+
+    def populate(self, start, stop):
+        """Have the system find memory for whole pages now, not at the first write; what they hold stays. -> whether it
+        can do that. Takes as long as writing zeros to them; other threads go on."""
+        address = ctypes.c_void_p(self.bytes.data_ptr() + start)
+        return libc().madvise(address, ctypes.c_size_t(stop - start), MADV_POPULATE_WRITE) == 0
+
+    def give_back(self, start, stop):
+        """Memory of whole pages that is not needed for a while: it is lost, and zeros when written to again."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self.memory.madvise(mmap.MADV_DONTNEED, start, stop - start)
 
 
 def line_end(num_bytes):

@@ -1,22 +1,23 @@
-"""Step 2 of an expert's way: bytes -> slot. Per-layer slots in one arena, least recently used out, everything counted.
+"""Step 2 of an expert's way: bytes -> slot. Whose slot is taken says the policy; everything is counted.
 
 The forward pass asks for expert ids and gets matrices; whether they came from memory or from disk it never learns, so
 the size of the cache changes speed and nothing else. What is missing is read by other threads, all of it at once, while
-what is there is computed with.
+what is there is computed with; behind that go the reads of what the next layer is likely to ask for.
 """
 
 import threading
 import time
 from bisect import insort
-from collections import OrderedDict, deque
+from collections import deque
 from dataclasses import dataclass
 
 import torch
 
 from kernels.packing import grouped, pack_rows, packed_bytes, packed_view, row_blocks, view_weight
-from snapshot.arena import Arena
-from snapshot.expert_disk import PAGE
+from snapshot.expert_policy import ExpertPolicy, LeastRecentlyUsed
+from snapshot.expert_prefetch import Lookahead
 from snapshot.read_queue import Read, ReadQueue
+from snapshot.slots import SlotPool
 
 
 @dataclass(slots=True)
@@ -27,6 +28,8 @@ class CacheCounters:
     misses: int = 0
     bytes_read: int = 0
     wait_seconds: float = 0.0  # with nothing to compute
+    ahead_useful_bytes: int = 0  # of bytes_read, those read before they were asked for
+    ahead_wasted_bytes: int = 0  # of bytes_read, those that then were not
 
     @property
     def hit_rate(self):
@@ -34,38 +37,36 @@ class CacheCounters:
         return self.hits / max(1, self.hits + self.misses)
 
 
-def slot_bytes(config, disk, layer, bits):
-    """Bytes of one slot of a layer, whole pages: its experts as stored, or those in float formats packed at load."""
-    places = [disk.places[layer, expert] for expert in range(config.num_experts)]
-    size = max((place.num_bytes for place in places if bits == 16 or place.is_packed), default=0)
-    if bits < 16 and not all(place.is_packed for place in places):
-        D, W, fmt = config.hidden_size, config.moe_intermediate_size, grouped(bits)
-        size = max(size, 2 * packed_bytes(fmt, W, D) + packed_bytes(fmt, D, W))
-    return -(-size // PAGE) * PAGE
-
-
 # Reads come in bursts with gaps between, unlike those a drive is measured with: one in flight would leave it idle.
 MIN_DEPTH = 2
+GUESS_SHARE = 4  # one slot in so many may hold what was not asked for yet
+ROOM_TO_GROW = 3  # slots that must be spare before one that was given back is used again
 
 
 class ExpertCache:
-    """`num_slots` slots for each sparse layer. One thread asks; reader threads fill slots."""
+    """The slots of `classes` (SlotClasses). One thread asks; reader threads fill slots.
 
-    def __init__(self, config, disk, num_slots, bits=16, exact=False):
-        self.disk, self.bits, self.exact = disk, bits, exact
-        layers = config.sparse_layers
-        sizes = {layer: slot_bytes(config, disk, layer, bits) for layer in layers}
-        self.arena = Arena(num_slots * sum(sizes.values()))
+    floor: experts that each layer keeps. tier: full, or reference: least recently used out, reading and computing by
+    turns, nothing guessed. guard: tells how much memory may still be taken, see MemoryGuard; None: as much as planned.
+    """
+
+    def __init__(self, config, disk, classes, floor, bits=16, exact=False, tier="full", lookahead="auto", guard=None):
+        self.disk, self.bits, self.exact, self.guard = disk, bits, exact, guard
+        self.takes_turns = tier == "reference"
+        policy = LeastRecentlyUsed if self.takes_turns else ExpertPolicy
+        self.pools = [SlotPool(slots) for slots in classes]
+        self.policies = [policy(pool.layers, config.num_experts, floor) for pool in self.pools]
+        self.home = {layer: i for i, pool in enumerate(self.pools) for layer in pool.layers}
         self.staging = torch.empty(disk.max_expert_bytes, dtype=torch.uint8) if disk.packs(bits) else None
         self.packing = threading.Lock()  # of the one staging buffer
-        # layer -> its free slots, each a (start, stop) of the arena
-        self.free, at = {}, 0
-        for layer, size in sizes.items():
-            self.free[layer] = [(at + i * size, at + (i + 1) * size) for i in reversed(range(num_slots))]
-            at += num_slots * size
-        # layer -> expert: (slot, matrices), least recently used first
-        self.resident = {layer: OrderedDict() for layer in layers}
+        self.resident = {}  # (layer, expert): (slot, matrices)
+        self.guesses = {}  # (layer, expert): Read, not asked for yet
+        self.leaving = {}  # the same, of reads under way that turned out not to be needed
+        self.lookahead = Lookahead("0" if self.takes_turns else lookahead, len(self.home))
         self.queue = ReadQueue(self.fill, max(MIN_DEPTH, disk.depth))
+        self.is_closed = False
+        self.populating = threading.Thread(target=self.populate, daemon=True, name="expert slots")
+        self.populating.start()
         self.reset_counters()
 
     def reset_counters(self):
@@ -77,32 +78,159 @@ class ExpertCache:
         """How long the drive had something to read, since the counters were reset."""
         return self.queue.busy_seconds - self.busy_before
 
-    def request(self, layer, experts):
-        """Ask for ascending distinct `experts` of a layer -> a Request; the reads of what is missing begin."""
-        return Request(self, layer, experts)
+    @property
+    def num_bytes(self):
+        """Bytes of the slots there are, without those that the guard gave back."""
+        return sum(pool.num_left * pool.slot_bytes for pool in self.pools)
 
-    def take_slot(self, layer, needed):
-        """A free slot of the layer, or that of the expert used longest ago and not `needed`; None without any."""
-        if self.free[layer]:
-            return self.free[layer].pop()
-        resident = self.resident[layer]
-        victim = next((expert for expert in resident if expert not in needed), None)
-        return None if victim is None else resident.pop(victim)[0]
+    def request(self, layer, uses, chunk_rows=1):
+        """A layer asks: uses {expert, ascending: how many of the chunk's rows chose it} -> a Request; the reads of what
+        is missing begin."""
+        return Request(self, layer, uses, chunk_rows)
+
+    # --- what is learned over time ---
+
+    def counts(self):
+        """{(layer, expert): aged uses}."""
+        return {key: uses for policy in self.policies for key, uses in policy.counts().items()}
+
+    def prime(self, counts):
+        """Begin with the counts of another time."""
+        for i, policy in enumerate(self.policies):
+            policy.prime({key: uses for key, uses in counts.items() if self.home[key[0]] == i})
+
+    # --- slots ---
+
+    def take_slot(self, layer, needed, below=None):
+        """A slot for an expert of a layer: a free one, or that of the expert which the policy gives up, not one of
+        `needed` and none that scores `below` or more. None without any."""
+        pool, policy = self.pools[self.home[layer]], self.policies[self.home[layer]]
+        if pool.free:
+            return pool.free.pop()
+        victim = policy.victim(needed, layer)
+        if victim is None or (below is not None and policy.score(victim) >= below):
+            return None
+        return self.drop(victim)
+
+    def drop(self, key):
+        """An expert is resident no more -> its slot."""
+        self.policies[self.home[key[0]]].evict(key)
+        return self.resident.pop(key)[0]
+
+    def free_slot(self, key, slot):
+        self.pools[self.home[key[0]]].free.append(slot)
+
+    def settle(self, read):
+        """What a read that is over leaves behind: an expert, or a free slot."""
+        if read.error:
+            self.free_slot(read.key, read.slot)
+            return
+        self.resident[read.key] = read.slot, read.value
+        self.policies[self.home[read.key[0]]].admit(read.key)
+        self.counters.bytes_read += self.disk.places[read.key].stored_bytes
+
+    def watch_memory(self):
+        """Give slots back when memory is short, one expert in each layer stays possible; take them back one by one."""
+        spare = self.guard.spare_bytes()
+        if spare is None:
+            return
+        for pool, policy in zip(self.pools, self.policies, strict=True):
+            while spare < 0 and pool.num_left > len(pool.layers):
+                policy.floor = min(policy.floor, (pool.num_left - 1) // len(pool.layers))
+                victim = None if pool.free else policy.victim(())
+                if not pool.free and victim is None:
+                    break  # the others are being read into; later, then
+                pool.give_back(pool.free.pop() if pool.free else self.drop(victim))
+                spare += pool.slot_bytes
+            if spare > ROOM_TO_GROW * pool.slot_bytes and pool.take_back():
+                spare -= ROOM_TO_GROW * pool.slot_bytes
+
+    def check(self):
+        """AssertionError if a slot was lost or is used twice; for tests, between requests."""
+        for i, pool in enumerate(self.pools):
+            slots = [*pool.free, *pool.given_back]
+            slots += [slot for key, (slot, _) in self.resident.items() if self.home[key[0]] == i]
+            coming = [*self.guesses.values(), *self.leaving.values()]
+            slots += [read.slot for read in coming if self.home[read.key[0]] == i]
+            assert len(slots) == len(set(slots)) == pool.num_slots, f"{len(slots)} slots of {pool.num_slots}"
+
+    # --- guesses ---
+
+    def guess(self, key, rows, needed):
+        """Begin to read an expert that a layer may ask for, with so many rows -> whether there may be more guesses."""
+        if key in self.resident or key in self.guesses or key in self.leaving:
+            return True
+        pool, policy = self.pools[self.home[key[0]]], self.policies[self.home[key[0]]]
+        if len(self.guesses) >= max(1, pool.num_slots // GUESS_SHARE):
+            return False
+        below = self.lookahead.confidence * policy.score(key, rows)
+        slot = self.take_slot(key[0], needed, below)
+        if slot is None:
+            return False
+        self.guesses[key] = Read(key, slot, is_urgent=False)
+        self.queue.submit(self.guesses[key])
+        return True
+
+    def resolve(self, layer, uses):
+        """A layer asks: what was guessed and is there becomes resident -> reads of it that are still on their way. Wrong
+        guesses are dropped, those under way when they are over."""
+        for read in self.guesses.values():
+            self.note(read, read.key[0] == layer and read.key[1] in uses)
+        reads, wanted = [*self.guesses.values(), *self.leaving.values()], []
+        self.guesses, self.leaving = {}, {}
+        for read in reads:
+            if read.key[0] != layer or read.key[1] not in uses:
+                self.leave(read)
+            elif not self.settled(read):
+                self.queue.promote(read)
+                wanted.append(read)
+        return wanted
+
+    def settled(self, read):
+        """Whether a read is over; then it is settled."""
+        if read.is_over:
+            self.settle(read)
+        return read.is_over
+
+    def leave(self, read):
+        """A read is no longer wanted."""
+        if self.queue.cancel(read):
+            self.free_slot(read.key, read.slot)
+        elif not self.settled(read):
+            self.leaving[read.key] = read
+
+    def wait_for_leaving(self):
+        """Block until a slot comes free of a read that is not needed."""
+        for read in self.queue.wait(list(self.leaving.values())):
+            self.settle(self.leaving.pop(read.key))
+
+    def note(self, read, is_right):
+        """Count a guess, and tell whether it paid: drive time that was free, or not, in seconds at the drive's pace."""
+        num_bytes = self.disk.places[read.key].stored_bytes
+        seconds, free = self.queue.times(read)
+        if not seconds:
+            return
+        if is_right:
+            self.counters.ahead_useful_bytes += num_bytes
+        else:
+            self.counters.ahead_wasted_bytes += num_bytes
+        # Several reads share the drive, so a read's own time says little: its share of a read at the usual pace does.
+        pace = self.queue.busy_seconds / max(1, self.queue.num_over)
+        took = seconds if read.is_over else max(seconds, self.queue.mean_seconds)
+        self.lookahead.note(is_right, pace * (free if is_right else seconds - free) / took)
+
+    # --- bytes ---
 
     def fill(self, read):
         """Read one expert into its slot -> (gate, up, down) as Weights over the arena. Called in reader threads."""
         layer, expert = read.key
-        region, place = self.arena.bytes[slice(*read.slot)], self.disk.places[layer, expert]
+        region, place = self.pools[self.home[layer]].region(read.slot), self.disk.places[layer, expert]
         if self.bits == 16 or place.is_packed:
             self.disk.read(layer, expert, memoryview(region.numpy()))
             return tuple(as_weight(region, piece, self.exact) for piece in place.pieces)
         with self.packing:
             self.disk.read(layer, expert, memoryview(self.staging.numpy()))
             return self.pack_into(region, [as_weight(self.staging, piece) for piece in place.pieces])
-
-    def close(self):
-        """End the reader threads."""
-        self.queue.close()
 
     def pack_into(self, region, stored):
         """Pack three matrices one after the other into a slot."""
@@ -114,6 +242,16 @@ class ExpertCache:
             at += packed_bytes(fmt, weight.rows, weight.columns)
         return tuple(matrices)
 
+    def populate(self):
+        for pool in self.pools:
+            pool.populate(lambda: self.is_closed)
+
+    def close(self):
+        """End the threads."""
+        self.is_closed = True
+        self.populating.join()
+        self.queue.close()
+
 
 class Request:
     """What one layer needs for one chunk. `ready` gives the experts as they are there, those on disk as they land.
@@ -122,16 +260,19 @@ class Request:
     are never lost.
     """
 
-    def __init__(self, cache, layer, experts):
-        self.cache, self.layer, self.experts = cache, layer, experts
-        self.resident = cache.resident[layer]
-        self.needed = {expert for expert in experts if expert in self.resident}  # there, and not used yet
-        self.missing = deque(expert for expert in experts if expert not in self.needed)
-        self.reads = []
-        for expert in self.needed:
-            self.resident.move_to_end(expert)
+    def __init__(self, cache, layer, uses, chunk_rows):
+        self.cache, self.layer, self.experts = cache, layer, list(uses)
+        if cache.guard:
+            cache.watch_memory()
+        cache.policies[cache.home[layer]].used(layer, uses, chunk_rows)
+        self.reads = cache.resolve(layer, uses)
+        coming = {read.key for read in self.reads}
+        keys = [(layer, expert) for expert in self.experts]
+        self.needed = {key for key in keys if key in cache.resident}  # there, and not used yet
+        self.missing = deque(key for key in keys if key not in self.needed and key not in coming)
+        self.next = deque()  # (key, rows): guesses for the next layer
         cache.counters.hits += len(self.needed)
-        cache.counters.misses += len(self.missing)
+        cache.counters.misses += len(keys) - len(self.needed)
 
     def __enter__(self):
         self.ask()
@@ -140,35 +281,44 @@ class Request:
     def __exit__(self, *error):
         """After an error reads may be under way: they end, and leave a resident expert or a free slot."""
         for read in self.reads:
-            if self.cache.queue.cancel(read):
-                self.cache.free[self.layer].append(read.slot)
-            else:
-                self.cache.queue.wait([read])
-                self.settle(read)
+            self.cache.leave(read)
         self.reads = []
+
+    def look_ahead(self, layer, uses):
+        """What the next layer may ask for, {expert: rows}: read once all that is needed now is asked for, the most
+        wanted first."""
+        self.next.extend(((layer, expert), rows) for expert, rows in sorted(uses.items(), key=lambda item: -item[1]))
+        self.ask()
 
     def ready(self, start, stop):
         """Yield lists of (index, (gate, up, down)) that cover experts[start:stop], in any order, each once.
 
         The matrices of a list are good until the next one is asked for.
         """
-        index = {expert: start + i for i, expert in enumerate(self.experts[start:stop])}
+        index = {(self.layer, expert): start + i for i, expert in enumerate(self.experts[start:stop])}
         while index:
+            while self.reads and self.cache.takes_turns:
+                self.land()
             there = sorted(self.needed & index.keys())
             if there:
-                yield [(index.pop(expert), self.resident[expert][1]) for expert in there]
+                yield [(index.pop(key), self.cache.resident[key][1]) for key in there]
                 self.needed.difference_update(there)
                 self.ask()
             elif self.reads:
                 self.land()
-            else:
+            elif self.needed:
                 self.give_up_last()
+            else:
+                self.cache.wait_for_leaving()
+                self.ask()
 
     def ask(self):
-        """Begin to read what is missing, as far as there are slots."""
+        """Begin to read what is missing, as far as there are slots, and then what may be missing next."""
         while self.missing and (slot := self.cache.take_slot(self.layer, self.needed)):
-            self.reads.append(Read((self.layer, self.missing.popleft()), slot))
+            self.reads.append(Read(self.missing.popleft(), slot))
             self.cache.queue.submit(self.reads[-1])
+        while self.next and not self.missing and self.cache.guess(*self.next[0], self.needed):
+            self.next.popleft()
 
     def land(self):
         """Wait for the next reads to end; the error of one that failed goes on."""
@@ -177,26 +327,18 @@ class Request:
         self.cache.counters.wait_seconds += time.perf_counter() - started
         for read in over:
             self.reads.remove(read)
-            self.settle(read)
+            self.cache.settle(read)
+            if not read.error:
+                self.needed.add(read.key)
         for read in over:
             if read.error:
                 raise read.error
-
-    def settle(self, read):
-        """What a read that is over leaves behind: an expert, or a free slot."""
-        if read.error:
-            self.cache.free[self.layer].append(read.slot)
-            return
-        expert = read.key[1]
-        self.resident[expert] = read.slot, read.value
-        self.needed.add(expert)
-        self.cache.counters.bytes_read += self.cache.disk.places[read.key].stored_bytes
 
     def give_up_last(self):
         """All slots hold experts that are needed later: the one needed last goes, and is read again."""
         last = max(self.needed)
         self.needed.remove(last)
-        self.resident.move_to_end(last, last=False)
+        self.cache.free_slot(last, self.cache.drop(last))
         insort(self.missing, last)
         self.cache.counters.hits -= 1
         self.cache.counters.misses += 1

@@ -129,10 +129,12 @@ class ExpertPolicy:
                         break
         return key
 
-    def score(self, key):
-        """What victim() compares, at this moment, for a key that is resident or not; in uses, 0 or more."""
+    def score(self, key, more_rows=0):
+        """What victim() compares, at this moment, for a key that is resident or not, as if that many rows more had used
+        it; in uses, 0 or more."""
         layer, expert = key
-        return self.layers[layer].score(expert) * self.worth[self.places[layer] - self.running]
+        score = self.layers[layer].score(expert) + (RECENT_WEIGHT + 1) * more_rows
+        return score * self.worth[self.places[layer] - self.running]
 
     def counts(self):
         """{key: aged uses}, what is worth keeping for another time. Ages with a half-life of STEADY tokens."""
@@ -156,6 +158,7 @@ class LeastRecentlyUsed:
 
     def __init__(self, layers, num_experts, floor):
         """As of ExpertPolicy; equal shares are above any floor."""
+        self.floor = floor
         self.residents = {layer: OrderedDict() for layer in layers}  # expert: None, the next to go first
         self.last_used, self.calls = {}, 0
 
@@ -182,7 +185,7 @@ class LeastRecentlyUsed:
                     return candidate, expert
         return None
 
-    def score(self, key):
+    def score(self, key, more_rows=0):
         """The number of the last use: what was used later stays longer."""
         return self.last_used.get(key, 0)
 

@@ -2,6 +2,7 @@
 
 import resource
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -9,6 +10,8 @@ import psutil
 
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 CGROUP_SELF = Path("/proc/self/cgroup")
+LOOK_SECONDS = 0.25  # between two looks of a guard: reading the cgroups takes some tenths of a millisecond
+MARGIN = 0.01  # of the budget that host and cgroups should have left
 UNLIMITED = 1 << 60  # cgroup v1 writes "no limit" as a number near 2^63
 
 
@@ -30,6 +33,22 @@ def available_bytes():
         candidates.append(psutil.virtual_memory().available)
     candidates += [limit - used for limit, used in cgroup_usage()]
     return max(0, min(candidates)) or None if candidates else None
+
+
+class MemoryGuard:
+    """Watches that the process stays within its budget, and that host and cgroups have memory left, whoever took it."""
+
+    def __init__(self, budget_bytes, clock=time.monotonic):
+        self.budget_bytes, self.clock, self.next_look = budget_bytes, clock, 0.0
+
+    def spare_bytes(self):
+        """Bytes that may still be taken, below 0 those to give back; None when the last look was just now."""
+        now = self.clock()
+        if now < self.next_look:
+            return None
+        self.next_look = now + LOOK_SECONDS
+        spare, available = self.budget_bytes - rss_bytes(), available_bytes()
+        return spare if available is None else min(spare, available - int(MARGIN * self.budget_bytes))
 
 
 def cgroup_usage():

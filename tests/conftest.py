@@ -75,7 +75,7 @@ def load():
     opened = []
 
     def load(folder, cap=0, expert_bits=16, dense_bits=16, **variables):
-        environ = {"SNAP": str(folder)} | {name: str(value) for name, value in variables.items()}
+        environ = {"SNAP": str(folder), "USAGE": "0"} | {name: str(value) for name, value in variables.items()}
         settings = Settings.read([str(cap), str(expert_bits), str(dense_bits)], environ)
         opened.append(load_model(settings))
         return opened[-1]
@@ -92,7 +92,7 @@ def run_colibri(tmp_path):
     def run(*arguments, timeout=120, cwd=ROOT, **variables):
         # HOME and PATH alone: what the engine needs it must be told by the test.
         environ = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
-        environ |= {"PYTHONDONTWRITEBYTECODE": "1"} | {name: str(value) for name, value in variables.items()}
+        environ |= {"PYTHONDONTWRITEBYTECODE": "1", "USAGE": "0"} | {name: str(value) for name, value in variables.items()}
         return subprocess.run(
             [sys.executable, str(ROOT / "colibri.py"), *map(str, arguments)],
             env=environ,

@@ -111,7 +111,7 @@ def test_stdout_is_the_completion_alone(run_colibri):
         "[prompt]",
         "[t=16 ",
         "[stop] NGEN=20 reached",
-        "[done]",
+        "[run]",
         "PROFILE: expert-disk",
     ):
         assert part in err
@@ -205,7 +205,7 @@ def generating():
     text = {"PROMPT": "In the beginning", "NGEN": "900", "SEED": "1", "KERNELS": "reference"}
     process = subprocess.Popen(
         [sys.executable, str(ROOT / "colibri.py")],
-        env={"PATH": os.environ["PATH"]} | text,
+        env={"PATH": os.environ["PATH"], "USAGE": "0"} | text,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
@@ -218,7 +218,7 @@ def test_ctrl_c_ends_cleanly_with_the_statistics():
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert b"[stop] interrupted" in err and b"[done]" in err and b"PROFILE" in err and b"Traceback" not in err
+    assert b"[stop] interrupted" in err and b"[run]" in err and b"PROFILE" in err and b"Traceback" not in err
     assert out.endswith(b"\n")
 
 
@@ -226,20 +226,20 @@ def test_sigterm_ends_as_ctrl_c_does():
     process = generating()
     process.terminate()
     _, err = process.communicate(timeout=60)
-    assert process.returncode == 143 and b"[done]" in err and b"Traceback" not in err
+    assert process.returncode == 143 and b"[run]" in err and b"Traceback" not in err
 
 
 def test_a_text_on_a_terminal_is_not_cut_by_the_heartbeat():
     """stdout and stderr are one terminal: the whole text stands there in one piece, the statistics after it."""
     primary, secondary = os.openpty()
-    environ = {"PATH": os.environ["PATH"], "PROMPT": "In the beginning", "NGEN": "40", "TEMP": "0", "TERM": "xterm"}
+    environ = {"PATH": os.environ["PATH"], "USAGE": "0", "PROMPT": "In the beginning", "NGEN": "40", "TEMP": "0", "TERM": "xterm"}
     command = [sys.executable, str(ROOT / "colibri.py")]
     process = subprocess.Popen(command, env=environ, stdout=secondary, stderr=secondary)
     os.close(secondary)
     shown = read_terminal(primary).decode().replace("\r\n", "\n")
     assert process.wait(timeout=60) == 0
     plain = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
-    assert plain.stdout in shown and "[t=16 " not in shown and "[t=16 " in plain.stderr and "[done]" in shown
+    assert plain.stdout in shown and "[t=16 " not in shown and "[t=16 " in plain.stderr and "[run]" in shown
 
 
 def read_terminal(primary):
@@ -258,7 +258,7 @@ def read_terminal(primary):
 def test_a_bar_on_a_terminal_and_plain_lines_elsewhere(variables):
     """stderr is a pseudo-terminal here: a bar is drawn and wiped, without a colour; a dumb terminal gets lines."""
     primary, secondary = os.openpty()
-    environ = {"PATH": os.environ["PATH"], "PROMPT": "one two three four five six", "NGEN": "2", "TERM": "xterm"}
+    environ = {"PATH": os.environ["PATH"], "USAGE": "0", "PROMPT": "one two three four five six", "NGEN": "2", "TERM": "xterm"}
     process = subprocess.Popen(
         [sys.executable, str(ROOT / "colibri.py")], env=environ | variables, stdout=subprocess.PIPE, stderr=secondary
     )
@@ -275,7 +275,7 @@ def test_a_reader_that_goes_away_is_no_traceback(variables):
     """PROMPT=... python colibri.py | head -c 1; TF=1 python colibri.py | true"""
     process = subprocess.Popen(
         [sys.executable, str(ROOT / "colibri.py")],
-        env={"PATH": os.environ["PATH"]} | variables,
+        env={"PATH": os.environ["PATH"], "USAGE": "0"} | variables,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
@@ -293,7 +293,7 @@ def test_a_full_disk_behind_stdout_is_one_line(variables):
     with open("/dev/full", "wb") as full:
         process = subprocess.run(
             [sys.executable, str(ROOT / "colibri.py")],
-            env={"PATH": os.environ["PATH"]} | variables,
+            env={"PATH": os.environ["PATH"], "USAGE": "0"} | variables,
             stdout=full,
             stderr=subprocess.PIPE,
         )
@@ -302,7 +302,7 @@ def test_a_full_disk_behind_stdout_is_one_line(variables):
 
 
 def test_ctrl_c_while_the_prompt_is_read_in():
-    environ = {"PATH": os.environ["PATH"], "PROMPT": "the king " * 480, "PREFILL_CHUNK": "8", "KERNELS": "reference"}
+    environ = {"PATH": os.environ["PATH"], "USAGE": "0", "PROMPT": "the king " * 480, "PREFILL_CHUNK": "8", "KERNELS": "reference"}
     process = subprocess.Popen(
         [sys.executable, str(ROOT / "colibri.py")], env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )

@@ -18,17 +18,18 @@ SNAPSHOT = FIXTURES / "glm_moe_dsa"
 
 def test_cap_0_takes_what_the_budget_allows(load, monkeypatch):
     plan = load(SNAPSHOT).plan
-    assert plan.num_slots == plan.num_experts == 8
-    row = sum(plan.slot_bytes.values())  # one slot in every layer
+    assert plan.num_slots == 4 * plan.num_experts == 32
+    [slots] = plan.slots
+    row = 4 * slots.slot_bytes  # one slot in every layer
     one_slot = plan.need_bytes - plan.cache_bytes + row
     rss = plan.process_bytes  # this folder has no tokenizer
     monkeypatch.setattr("engine.plan.rss_bytes", lambda: rss)
-    for spare, slots in [(0, 1), (0.99, 1), (1, 2), (5.5, 6), (100, 8)]:
+    for spare, slots in [(0, 4), (0.2, 4), (1, 8), (5.5, 26), (100, 32)]:
         budget = one_slot + spare * row
         loaded = load(SNAPSHOT, RAM_GB=budget / 1e9 + 1e-9, PREFILL_CHUNK=1024)
         assert loaded.plan.num_slots == slots
         assert loaded.plan.need_bytes <= loaded.plan.budget_bytes
-        assert any("one slot per layer" in notice for notice in loaded.notices) == (slots == 1)
+        assert any("one slot per layer" in notice for notice in loaded.notices) == (slots == 4)
 
 
 def test_what_does_not_fit_is_refused_with_need_and_have(load, monkeypatch):
@@ -94,7 +95,7 @@ def test_the_tokenizer_is_part_of_the_plan(load):
 @pytest.mark.parametrize("arguments", [[], ["2", "4", "8"]])
 def test_the_script_prints_the_plan_that_the_engine_obeys(run_colibri, arguments):
     """`python scripts/plan.py models/tiny --json` and the engine's own two lines agree."""
-    environ = {"PATH": os.environ["PATH"], "RAM_GB": "1", "CTX": "512"}
+    environ = {"PATH": os.environ["PATH"], "USAGE": "0", "RAM_GB": "1", "CTX": "512"}
     command = [sys.executable, str(ROOT / "scripts" / "plan.py"), str(EMBEDDED_SNAPSHOT), *arguments]
     script = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
     printed = subprocess.run([*command, "--json"], env=environ, capture_output=True, text=True, check=True)
@@ -104,12 +105,12 @@ def test_the_script_prints_the_plan_that_the_engine_obeys(run_colibri, arguments
     plan = json.loads(printed.stdout)
     parts = ("process", "resident", "kv", "scratch", "cache")
     assert plan["need_bytes"] == sum(plan[f"{part}_bytes"] for part in parts)
-    assert f"need {plan['need_bytes'] / 1e9:.3f} GB" in lines[0] and f"cache: {plan['num_slots']} of 24" in lines[1]
-    assert plan["slot_bytes"].keys() == {"1", "2", "3", "4"}
+    assert f"need {plan['need_bytes'] / 1e9:.3f} GB" in lines[0] and f"cache: {plan['num_slots']} of 96 experts" in lines[1]
+    assert [slots["layers"] for slots in plan["slots"]] == [[1, 2, 3, 4]]
 
 
 def test_the_script_refuses_what_does_not_fit():
-    environ = {"PATH": os.environ["PATH"], "RAM_GB": "0.05"}
+    environ = {"PATH": os.environ["PATH"], "USAGE": "0", "RAM_GB": "0.05"}
     command = [sys.executable, str(ROOT / "scripts" / "plan.py"), str(EMBEDDED_SNAPSHOT)]
     process = subprocess.run(command, env=environ, capture_output=True, text=True)
     assert process.returncode == 2 and process.stderr.startswith("plan: this does not fit: need 0.")

@@ -129,7 +129,7 @@ def test_one_sweep_over_the_experts_serves_many_requests(load, monkeypatch):
     model = load(FIXTURES / "glm_moe_dsa", cap=1).model
     asked, plain = [], type(model.experts).request
     monkeypatch.setattr(
-        type(model.experts), "request", lambda self, layer, experts: asked.append(layer) or plain(self, layer, experts)
+        type(model.experts), "request", lambda self, layer, *rest: asked.append(layer) or plain(self, layer, *rest)
     )
     requests = [Request((i, i + 1, i + 2), (5, 6, 7)) for i in range(30)]
     dict(score_requests(model, requests, 4096))

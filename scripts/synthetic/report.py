@@ -37,7 +37,7 @@ def print_report(folder, count):
 def measure_folder(folder, count):
     """-> (ModelConfig, rows of `measure`)."""
     ids = json.loads((folder / "ref_glm.json").read_text())["full_ids"][:count]
-    environ = {"SNAP": str(folder), "CTX": str(count), "PREFILL_CHUNK": str(count)}
+    environ = {"SNAP": str(folder), "CTX": str(count), "PREFILL_CHUNK": str(count), "LOOKAHEAD": "0"}
     loaded = load_model(Settings.read(["1"], environ))
     try:
         return loaded.config, measure(*record_routes(loaded.model, ids), ids, loaded.config.num_experts)
