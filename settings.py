@@ -36,7 +36,11 @@ C_ENGINE = (
     ("KV_SLOTS KVSAVE SERVE_BATCH", NOT_YET, "conversations of the server"),
     ("DRAFT MTP", NOT_YET, "drafts, several tokens per forward"),
     ("GRAMMAR GRAMMAR_DRAFT SCHEMA", NOT_YET, "drafts from a grammar"),
-    ("PIN PIN_GB PIN_FILL AUTOPIN REPIN REPIN_VERBOSE", "ignored", "what is used most stays without pins; USAGE=0 forgets"),
+    (
+        "PIN PIN_GB PIN_FILL AUTOPIN REPIN REPIN_VERBOSE",
+        "ignored",
+        "what is used most stays anyway",
+    ),
     ("STATS", "renamed", "ROUTE_TRACE=file records which experts a run asks for"),
     ("PREFETCH SPEC PILOT PILOT_K PILOT_REAL PILOT_TWO", "renamed", "LOOKAHEAD; by default it is on while it pays"),
     ("COUPLE COUPLE_K COUPLE_D", "renamed", "LOOKAHEAD; by default it is on while it pays"),

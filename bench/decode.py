@@ -15,6 +15,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -28,6 +30,7 @@ from kernels import dispatch
 from kernels.native import Native
 from settings import EMBEDDED_SNAPSHOT, Settings
 from snapshot.arena import Arena
+from snapshot.expert_prefetch import Lookahead
 from snapshot.resident import MoeWeights
 from snapshot.threads import num_threads
 
@@ -35,6 +38,7 @@ SYNTHETIC = Path(__file__).resolve().parents[1] / "scripts" / "make_synthetic.py
 READ_BYTES = 256 << 20
 OPERATIONS = [name for name, value in vars(dispatch).items() if inspect.isfunction(value) and hasattr(Native, name)]
 CONTEXT = 1024
+TIER_TURNS = 12
 
 
 class Clocked:
@@ -87,6 +91,32 @@ def repeat(work, seconds=4.0, least=5):
     return times
 
 
+class AllThere:
+    """Experts as they are when all are in memory and nobody asks who stays: what the expert tier is compared with."""
+
+    def __init__(self, cache):
+        self.cache, self.lookahead = cache, Lookahead("0", 1)
+        self.home = cache.home
+
+    def request(self, layer, uses, chunk_rows):
+        self.batch = [(i, self.cache.resident[layer, expert][1]) for i, expert in enumerate(uses)]
+        return nullcontext(self)
+
+    def ready(self, start, stop):
+        yield self.batch[start:stop]
+
+
+def print_tier(model, decode):
+    """A warm decode with the expert tier, and without it, by turns."""
+    bare, times = replace(model, experts=AllThere(model.experts)), {}
+    for _ in range(TIER_TURNS):
+        for one in (model, bare):
+            times.setdefault(one is bare, []).extend(repeat(lambda one=one: decode(one), 0.5, least=1))
+    mine, plain = (statistics.median(times[key]) for key in (False, True))
+    print(f"the expert tier, all in memory: {mine * 1e3:.2f} ms a token, without it {plain * 1e3:.2f}: "
+          f"{mine / plain - 1:+.1%}")  # fmt: skip
+
+
 def run(folder, prompt):
     settings = Settings.read([], snap=folder)
     loaded = load_model(settings)
@@ -102,11 +132,12 @@ def run(folder, prompt):
     step(model, [(ids[:64], kv)])
     num_bytes, num_weights = weight_bytes(model)
 
-    def decode():
+    def decode(model=model):
         step(model, [(ids[64:65], kv)])
         kv.trim(64)
 
     decode()
+    print_tier(model, decode)
     model.experts.reset_counters()
     model.profile.reset()
     dispatch.candidates[0] = clocked = Clocked(native)

@@ -1,11 +1,16 @@
 """A model larger than its memory: how well the drive and the memory are used when experts are streamed.
 
-    make bench-streaming          or     python bench/streaming.py [--ram 6] [--layers 4] [--tokens 16] [--rounds 2]
+    make bench-streaming          or     python bench/streaming.py [--ram 6] [--tokens 16] [--rounds 2]
     SNAP=/models/glm-5.2-int4 python bench/streaming.py --ram 20
 
-Without SNAP two synthetic snapshots are made, one after the other, in a temporary folder (TMPDIR says where; it must be
-on the drive that is to be measured, with 17 GB free): GLM-5.2's layers, 256 experts in each sparse one, about 16 GB,
-once with even routing and once with that of traces of real models (scripts/make_synthetic.py). RAM_GB is --ram.
+Without SNAP two synthetic snapshots of GLM-5.2's layers are made (scripts/make_synthetic.py), one after the other,
+about 16 GB each, in a temporary folder (TMPDIR says where; it must be on the drive that is to be measured):
+
+    uniform   even routing; 8 layers, 108 experts in each of the 7 sparse ones, so that what a token does between its
+              sparse layers weighs little, as in the 75 of the real one
+    trace     routing as in traces of real models; 4 layers, 256 experts in each of the 3 sparse ones
+
+RAM_GB is --ram.
 
 The page cache must not help: each run is a process of its own in a cgroup that may hold --ram GiB, pages of files
 included. Where such a group cannot be made, or with --no-cgroup, experts are read with READ_MODE=direct. Before each
@@ -13,10 +18,10 @@ run the pages of the snapshot are dropped. The first line says which it was.
 
 Runs of REPLAY, USAGE=0, by turns (A B C D A B C D), of which the medians count:
 
-    cold      decode from an empty cache: a prompt of two ids
-    warm      decode after a prompt of 24 ids that went through one at a time (PREFILL_CHUNK=1), so that the cache is as
-              a decode of them leaves it
-    prefill   512 ids at once, of even routing; read / needed is 1 when no expert is read twice in a chunk
+    cold      uniform: decode from an empty cache, after a prompt of two ids
+    warm      trace: decode after a prompt of 24 ids that went through one at a time (PREFILL_CHUNK=1), so that the
+              cache is as a decode of them leaves it
+    prefill   trace: 512 ids at once; read / needed is 1 when no expert is read twice in a chunk
 
     reference EXPERT_TIER=reference; full-0, full-1, full-auto: EXPERT_TIER=full with LOOKAHEAD 0, 1, auto
 
@@ -69,6 +74,8 @@ ARMS = {
     "full-1": {"EXPERT_TIER": "full", "LOOKAHEAD": "1"},
     "full-auto": {"EXPERT_TIER": "full", "LOOKAHEAD": "auto"},
 }
+SIZES = {"uniform": "--layers 8 --experts 108", "trace": "--layers 4 --experts 256"}
+KINDS = {"uniform": ("cold",), "trace": ("warm", "prefill"), "own": ("cold", "warm", "prefill")}
 PREFILL_ARMS = ("reference", "full-auto")
 WARM_IDS, PREFILL_IDS = 24, 512
 KEPT = ("THREADS", "KERNELS", "XDG_CACHE_HOME", "READ_MODE", "TERM")
@@ -215,10 +222,10 @@ class Bench:
         return own[:count] if len(own) >= count else random.Random(1).choices(range(vocab_size), k=count)
 
     def decode(self):
-        """Cold and warm, all arms by turns."""
+        """Cold, warm, or both; all arms by turns."""
         for turn in range(self.args.rounds):
             for kind, num_prompt in (("cold", 2), ("warm", WARM_IDS)):
-                for arm in ARMS:
+                for arm in ARMS if kind in KINDS[self.routing] else ():
                     self.one(kind, arm, turn, num_prompt, self.tokens, PREFILL_CHUNK=1)
 
     def prefill(self):
@@ -351,9 +358,9 @@ def print_prefill(routing, arms):
 # --- the door ---------------------------------------------------------------------------------------------------------
 
 
-def make_snapshot(args, folder, routing):
+def make_snapshot(folder, routing):
     script = [sys.executable, str(ROOT / "scripts" / "make_synthetic.py"), "glm-5.2", str(folder), "--routing", routing]
-    sizes = f"--layers {args.layers} --vocab 32768 --prompt 64 --tokens 512 --report-tokens 0".split()
+    sizes = f"{SIZES[routing]} --vocab 32768 --prompt 64 --tokens 512 --report-tokens 0".split()
     made = subprocess.run([*script, *sizes], stdout=sys.stderr)
     if made.returncode:
         raise Refused("the synthetic snapshot could not be made; SNAP names one that is there")
@@ -366,11 +373,11 @@ def run(args, group, limit, writer):
         with tempfile.TemporaryDirectory() as work:
             folder = Path(work, "glm") if routing != "own" else Path(snap)
             if routing != "own":
-                make_snapshot(args, folder, routing)
+                make_snapshot(folder, routing)
             bench = Bench(args, group, limit, writer, folder, routing, Path(work))
             try:
                 bench.decode()
-                if routing != "trace":
+                if "prefill" in KINDS[routing]:
                     bench.prefill()
             finally:
                 bench.plain.close()
@@ -396,7 +403,6 @@ def positive(kind):
 def make_parser():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ram", type=positive(float), default=6, metavar="GB", help="RAM_GB, default 6")
-    parser.add_argument("--layers", type=positive(int), default=4, help="of the synthetic model, default 4")
     parser.add_argument("--tokens", type=positive(int), help="of decode in a run, default 8 to 16, by the drive")
     parser.add_argument("--rounds", type=positive(int), default=2, help="of all arms, default 2")
     parser.add_argument(

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 
 from forward.cost import scratch_bytes
 from forward.kv_state import KvState
+from kernels.build import has_compiler
 from kernels.packing import PACK_BYTES
 from snapshot.errors import Refused
 from snapshot.memory import available_bytes, rss_bytes
@@ -16,7 +17,10 @@ from snapshot.slots import SlotClass, share_out, slot_bytes
 
 AUTO_SHARE = 0.88
 UNKNOWN_BUDGET = 8e9  # what is assumed of a machine that does not say, as the C engine does
-DEFAULT_CHUNK, MIN_CHUNK = 1024, 64
+DEFAULT_CHUNK, GOOD_CHUNK, MIN_CHUNK = 1024, 256, 64
+# What the memory of a chunk may take of that which is left beside the resident part: so much down to GOOD_CHUNK rows,
+# for a prefill reads nearly all experts once a chunk; below that so much.
+SCRATCH_SHARE, MOST_SCRATCH_SHARE = 0.1, 0.5
 FLOOR_SHARE = 4  # of the slots of a layer on average
 PROCESS_STEP = 64 << 20  # the process is counted in steps of this, so that two looks at it agree
 
@@ -55,6 +59,11 @@ class Plan:
         """What no choice of chunk or slots changes."""
         return self.process_bytes + self.resident_bytes + self.kv_bytes
 
+    def takes_too_much(self, chunk):
+        """Whether a chunk of so many rows takes more of what is left than it should."""
+        share = SCRATCH_SHARE if chunk > GOOD_CHUNK else MOST_SCRATCH_SHARE
+        return self.scratch_bytes > share * (self.budget_bytes - self.fixed_bytes)
+
     @property
     def need_bytes(self):
         return self.fixed_bytes + self.scratch_bytes + self.cache_bytes
@@ -71,14 +80,13 @@ class Plan:
             f"process {gb(self.process_bytes)} + resident {gb(self.resident_bytes)} + KV {gb(self.kv_bytes)} + "
             f"scratch {gb(self.scratch_bytes)} + cache {gb(self.cache_bytes)}",
             f"[plan] cache: {self.num_slots} of {experts} experts in {self.num_sparse_layers} sparse layers "
-            f"({self.num_slots / max(1, experts):.0%}), {each} | CTX {self.context} | prefill in chunks of {self.prefill_chunk}",
+            f"({self.num_slots / max(1, experts):.0%}), {each} | CTX {self.context} | "
+            f"prefill in chunks of {self.prefill_chunk}",
         )
 
     def as_json(self):
         """Every number of the plan, for scripts/plan.py --json."""
-        return asdict(self) | {
-            name: getattr(self, name) for name in ("num_slots", "cache_bytes", "need_bytes")
-        }
+        return asdict(self) | {name: getattr(self, name) for name in ("num_slots", "cache_bytes", "need_bytes")}
 
 
 def gb(num_bytes):
@@ -104,11 +112,12 @@ def make_plan(config, resident, disk, settings, context, tokenizer_bytes=0):
     """ResidentTensors and ExpertDisk of an opened snapshot -> Plan; `context` in positions. Refused if it does not fit.
 
     settings.cap > 0 asks for exactly that many slots (at most one for each expert); 0 takes what the budget allows. A
-    prefill chunk that is not given is halved while the plan does not fit, or the chunk would take more than half of
-    what is left.
+    prefill chunk that is not given is halved while the plan does not fit, or the chunk would take too much of what is
+    left.
     """
     budget, source = find_budget(settings.ram_gb)
     sizes = {layer: slot_bytes(config, disk, layer, settings.expert_bits) for layer in config.sparse_layers}
+    is_native = settings.kernels != "reference" and has_compiler()
     packing = packing_bytes(config, disk) if disk.packs(settings.expert_bits) else 0
 
     def plan_with(chunk, cache_bytes=0):
@@ -119,7 +128,7 @@ def make_plan(config, resident, disk, settings, context, tokenizer_bytes=0):
             process_bytes=-(-rss_bytes() // PROCESS_STEP) * PROCESS_STEP + tokenizer_bytes,
             resident_bytes=resident.num_bytes(settings.dense_bits),
             kv_bytes=KvState.bytes_for(config, context),
-            scratch_bytes=scratch_bytes(config, chunk, context) + packing,
+            scratch_bytes=scratch_bytes(config, chunk, context, is_native) + packing,
             slots=slots,
             floor=settings.cap or floor_of(config, slots),
             num_experts=config.num_experts,
@@ -130,11 +139,7 @@ def make_plan(config, resident, disk, settings, context, tokenizer_bytes=0):
     chunk = settings.prefill_chunk or DEFAULT_CHUNK
     plan = plan_with(chunk)
     # Rows of a chunk and slots of the cache share what is left: more rows serve the prefill, more slots the decode.
-    while (
-        not settings.prefill_chunk
-        and chunk > MIN_CHUNK
-        and (plan.need_bytes > budget or plan.scratch_bytes > (budget - plan.fixed_bytes) / 2)
-    ):
+    while not settings.prefill_chunk and chunk > MIN_CHUNK and (plan.need_bytes > budget or plan.takes_too_much(chunk)):
         chunk //= 2
         plan = plan_with(chunk)
     if plan.need_bytes > budget:

@@ -1,9 +1,9 @@
 """Which experts a model uses, learned over its runs: kept in the user's cache folder, so that a run begins with it.
 
 A history is what all runs used, forgotten with a half-life of 8,192 tokens. A run begins with a little of it, as if 16
-tokens had used it: on another topic that does no harm, where the whole of it costs 7 points of the hit rate (measured on
-models/tiny, 100 tokens after the start), and on the same topic it already serves. What is kept is written to
-usage/<identity of the model>.json in the cache folder:
+tokens had used it: on another topic that does no harm, where the whole of it costs 7 points of the hit rate (measured
+on models/tiny over 100 tokens), and on the same topic it already serves. What is kept is written to usage/<identity of
+the model>.json in the cache folder:
 
     {"usage": 1, "layers": [3, 4, ...], "num_experts": 256, "tokens": 81234, "counts": {"3": [[7, 12.5], ...], ...}}
 

@@ -3,6 +3,7 @@
 from forward.attention.mla import mla
 from forward.mlp import mlp
 from forward.moe import moe
+from forward.route import look_ahead
 from kernels.dispatch import rms_norm
 from snapshot.resident import MoeWeights
 
@@ -10,11 +11,13 @@ from snapshot.resident import MoeWeights
 def layer_forward(model, layer, weights, x, chunk, selections):
     """x [T, D] -> ([T, D], selections of the last full layer)."""
     config, attention = model.config, weights.attention
+    look_ahead(model, layer, x)
     with model.profile.measure("attention"):
         normed = rms_norm(x, attention.input_norm, config.rms_norm_eps)
         out, selections = mla(config, layer, attention, weights.indexer, normed, chunk, selections)
         normed = rms_norm(out, attention.post_norm, config.rms_norm_eps, added=x)
     if isinstance(weights.mlp, MoeWeights):
         return moe(model, layer, weights.mlp, normed, out).add_(out), selections
+    look_ahead(model, layer + 1, out)
     with model.profile.measure("dense-mlp"):
         return mlp(normed, weights.mlp.gate, weights.mlp.up, weights.mlp.down).add_(out), selections

@@ -4,13 +4,11 @@ The cache is asked for expert ids and gives matrices, in whatever order they are
 learns.
 """
 
-import time
-
 import torch
 
 from forward.mlp import mlp
-from kernels import dispatch
-from kernels.dispatch import add_experts, add_weighted, expert_outputs, group_by_expert, linear, rms_norm
+from forward.route import look_ahead, route, rows_of_each
+from kernels.dispatch import add_experts, add_weighted, expert_outputs, group_by_expert
 
 OUTPUT_BYTES = 32 << 20  # of experts that were computed before their turn to be added
 
@@ -24,7 +22,7 @@ def moe(model, layer, weights, x, residual):
     if model.trace:
         model.trace.record(layer, uses, len(x))
     with model.experts.request(layer, uses, len(x)) as request:
-        look_ahead(model, layer + 1, residual, request)
+        look_ahead(model, layer + 1, residual)
         with model.profile.measure("expert-matmul"):
             out = mlp(x, weights.shared.gate, weights.shared.up, weights.shared.down)
         for first, last in cut(starts.tolist(), OUTPUT_BYTES // (4 * x.shape[1])):
@@ -45,25 +43,6 @@ def moe(model, layer, weights, x, residual):
     return out
 
 
-def rows_of_each(experts, starts):
-    """Of what group_by_expert gives -> {expert: number of its rows}, ascending."""
-    return dict(zip(experts, starts.diff().tolist(), strict=True))
-
-
-def look_ahead(model, layer, residual, request):
-    """Tell the cache which experts the next layer is likely to ask for: those its router takes for the residual as it is
-    before this layer's experts are added."""
-    experts = model.experts.lookahead
-    if layer < model.config.num_layers and layer in model.experts.home and experts.wants(len(residual)):
-        started = time.perf_counter()
-        with model.profile.measure("router"):
-            weights = model.weights.layers[layer]
-            x = rms_norm(residual, weights.attention.post_norm, model.config.rms_norm_eps)
-            chosen = group_by_expert(*route(model.config, weights.mlp, x), model.config.num_experts)
-            request.look_ahead(layer, rows_of_each(*chosen[:2]))
-        experts.note_thinking(time.perf_counter() - started)
-
-
 def compute(outputs, x, matrices, indices, starts, rows, base):
     """Some experts, wherever they stand among those of the layer, on their rows of x -> their places in outputs."""
     counts = starts[1:][indices] - starts[indices]
@@ -79,17 +58,3 @@ def cut(starts, most):
         if last + 1 == len(starts) or starts[last + 1] - starts[first] > most:
             yield first, last
             first = last
-
-
-def route(config, weights, x):
-    """x [T, D] -> (expert ids [T, A] ascending, weights [T, A]); the router works in float32."""
-    return dispatch.route(
-        linear(x, weights.router),
-        weights.router_bias,
-        config.num_active_experts,
-        config.num_groups,
-        config.num_active_groups,
-        config.normalise_weights,
-        config.routed_scaling,
-        config.expert_mass,
-    )

@@ -6,6 +6,7 @@ lives in a folder that must be the user's own, for whoever may write there decid
 
 import fcntl
 import hashlib
+import importlib.util
 import os
 import platform
 import shutil
@@ -31,6 +32,7 @@ VARIANTS = {
     "neon": NEON,
     "portable": (),
 }
+COMPILERS = ("cc", "gcc", "clang")
 SANITIZE = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer", "-g", "-O1")
 COMPILE_SECONDS = 300
 
@@ -69,8 +71,13 @@ def machine_flags(variant, command):
 
 def compilers():
     """Commands that may compile C, in the order in which they are tried."""
-    found = [[path] for path in map(shutil.which, ("cc", "gcc", "clang")) if path]
+    found = [[path] for path in map(shutil.which, COMPILERS) if path]
     return [*found, [sys.executable, "-m", "ziglang", "cc"]]
+
+
+def has_compiler():
+    """Whether there is something to compile with, as far as can be seen without running it."""
+    return any(shutil.which(name) for name in COMPILERS) or importlib.util.find_spec("ziglang") is not None
 
 
 def find_library(folder, variant, compiler=None, extra=()):

@@ -26,7 +26,9 @@ class Mark:
     profile: dict[str, float]
 
     def since(self, before):
-        cache = CacheCounters(*(getattr(self.cache, f.name) - getattr(before.cache, f.name) for f in fields(self.cache)))
+        cache = CacheCounters(
+            *(getattr(self.cache, f.name) - getattr(before.cache, f.name) for f in fields(self.cache))
+        )
         profile = {stage: seconds - before.profile[stage] for stage, seconds in self.profile.items()}
         return Mark(self.seconds - before.seconds, cache, self.busy_seconds - before.busy_seconds, profile)
 

@@ -8,10 +8,10 @@ A budget is a share of all experts of all layers. A request is an expert that a 
 however many rows want it; a hit is one that is resident then. Chunks of one row count as decode, others as prefill.
 The first half of the trace warms up and is not counted, unless --cold is given.
 
-    LRU per layer    layers have equal shares; the expert used longest ago goes: what the engine's cache does
+    LRU per layer    layers have equal shares; the expert used longest ago goes: EXPERT_TIER=reference
     LRU global       the same over all layers in one
     LFU, ageing      the expert used least often goes; all counts are halved every 500 tokens
-    colibri          aged frequency over all layers (snapshot/expert_policy.py), not yet in the cache
+    colibri          aged frequency over all layers (snapshot/expert_policy.py): what the engine does
     fixed            always holds the experts that have most of the counted requests: it knows them in advance
     Belady           an upper bound that knows the future: after each request what is asked for soonest stays, of any
                      layer; it need not hold what was just used. It maximises decode and prefill together

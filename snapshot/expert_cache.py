@@ -62,6 +62,8 @@ class ExpertCache:
         self.resident = {}  # (layer, expert): (slot, matrices)
         self.guesses = {}  # (layer, expert): Read, not asked for yet
         self.leaving = {}  # the same, of reads under way that turned out not to be needed
+        self.planned = deque()  # (key, rows): guesses whose reads were not begun
+        self.current = None  # the Request that is open
         self.lookahead = Lookahead("0" if self.takes_turns else lookahead, len(self.home))
         self.queue = ReadQueue(self.fill, max(MIN_DEPTH, disk.depth))
         self.is_closed = False
@@ -156,6 +158,23 @@ class ExpertCache:
 
     # --- guesses ---
 
+    def look_ahead(self, layer, uses):
+        """What a layer may ask for next, {expert, the likeliest first: rows}, is read once all that is needed now is
+        asked for. What an earlier guess said holds no longer."""
+        for key, read in list(self.guesses.items()):
+            if (key[0] != layer or key[1] not in uses) and self.queue.cancel(read):
+                self.free_slot(key, read.slot)
+                del self.guesses[key]
+        self.planned = deque(((layer, expert), rows) for expert, rows in uses.items())
+        if not (self.current and self.current.missing):
+            self.make_guesses()
+
+    def make_guesses(self):
+        """Begin planned reads, as far as there are slots."""
+        needed = self.current.needed if self.current else ()
+        while self.planned and self.guess(*self.planned[0], needed):
+            self.planned.popleft()
+
     def guess(self, key, rows, needed):
         """Begin to read an expert that a layer may ask for, with so many rows -> whether there may be more guesses."""
         if key in self.resident or key in self.guesses or key in self.leaving:
@@ -172,12 +191,13 @@ class ExpertCache:
         return True
 
     def resolve(self, layer, uses):
-        """A layer asks: what was guessed and is there becomes resident -> reads of it that are still on their way. Wrong
-        guesses are dropped, those under way when they are over."""
+        """A layer asks: what was guessed and is there becomes resident -> reads of it that are still on their way.
+        Wrong guesses are dropped, those under way when they are over."""
         for read in self.guesses.values():
             self.note(read, read.key[0] == layer and read.key[1] in uses)
         reads, wanted = [*self.guesses.values(), *self.leaving.values()], []
         self.guesses, self.leaving = {}, {}
+        self.planned.clear()
         for read in reads:
             if read.key[0] != layer or read.key[1] not in uses:
                 self.leave(read)
@@ -270,25 +290,21 @@ class Request:
         keys = [(layer, expert) for expert in self.experts]
         self.needed = {key for key in keys if key in cache.resident}  # there, and not used yet
         self.missing = deque(key for key in keys if key not in self.needed and key not in coming)
-        self.next = deque()  # (key, rows): guesses for the next layer
         cache.counters.hits += len(self.needed)
         cache.counters.misses += len(keys) - len(self.needed)
+        cache.lookahead.note_misses(len(self.missing))
 
     def __enter__(self):
+        self.cache.current = self
         self.ask()
         return self
 
     def __exit__(self, *error):
         """After an error reads may be under way: they end, and leave a resident expert or a free slot."""
+        self.cache.current = None
         for read in self.reads:
             self.cache.leave(read)
         self.reads = []
-
-    def look_ahead(self, layer, uses):
-        """What the next layer may ask for, {expert: rows}: read once all that is needed now is asked for, the most
-        wanted first."""
-        self.next.extend(((layer, expert), rows) for expert, rows in sorted(uses.items(), key=lambda item: -item[1]))
-        self.ask()
 
     def ready(self, start, stop):
         """Yield lists of (index, (gate, up, down)) that cover experts[start:stop], in any order, each once.
@@ -317,8 +333,8 @@ class Request:
         while self.missing and (slot := self.cache.take_slot(self.layer, self.needed)):
             self.reads.append(Read(self.missing.popleft(), slot))
             self.cache.queue.submit(self.reads[-1])
-        while self.next and not self.missing and self.cache.guess(*self.next[0], self.needed):
-            self.next.popleft()
+        if not self.missing:
+            self.cache.make_guesses()
 
     def land(self):
         """Wait for the next reads to end; the error of one that failed goes on."""

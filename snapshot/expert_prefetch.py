@@ -9,6 +9,7 @@ from dataclasses import dataclass
 MODES = ("auto", "0", "1")
 LONG_CHUNK = 32  # rows; the experts that so many choose are hardly ever guessed wrong
 TRIAL, PAUSE, LONGEST_PAUSE = 16, 32, 512  # tokens
+LOOKS = 2  # at each layer: one layer ahead, and when it begins
 KEPT = 0.5  # of the sums, from one trial to the next
 
 
@@ -27,21 +28,28 @@ class Gains:
 
 class Lookahead:
     """Decides before each guess whether it is made. `auto` makes none while the last ones were not worth it, and tries
-    again after a pause, each time a longer one."""
+    again after a pause, each time a longer one. Where two tokens missed nothing there is nothing to guess."""
 
     def __init__(self, mode, num_layers):
         self.mode, self.num_layers = mode, max(1, num_layers)
         self.gains = Gains()
         self.is_on, self.pause = mode != "0", PAUSE
-        self.calls = 0  # since the last decision, one for each layer of each token
+        self.calls = 0  # since the last decision, LOOKS for each layer of each token
         self.right, self.made = 1.0, 2.0  # guesses, slowly forgotten
+        self.hits_in_a_row = 0  # layers that missed nothing
+
+    def note_misses(self, count):
+        """A layer missed so many experts."""
+        self.hits_in_a_row = 0 if count else self.hits_in_a_row + 1
 
     def wants(self, chunk_rows):
-        """Whether to guess the next layer of a chunk."""
+        """Whether to guess a layer of a chunk."""
+        if self.hits_in_a_row >= 2 * self.num_layers:
+            return False
         if self.mode != "auto" or chunk_rows >= LONG_CHUNK:
             return self.mode != "0"
         self.calls += 1
-        if self.calls >= (TRIAL if self.is_on else self.pause) * self.num_layers:
+        if self.calls >= (TRIAL if self.is_on else self.pause) * LOOKS * self.num_layers:
             self.decide()
         return self.is_on
 
@@ -56,7 +64,7 @@ class Lookahead:
         else:
             self.is_on = False
             self.pause, wait = min(2 * self.pause, LONGEST_PAUSE), self.pause
-            self.calls = (self.pause - wait) * self.num_layers  # this pause is the shorter one
+            self.calls = (self.pause - wait) * LOOKS * self.num_layers  # this pause is the shorter one
 
     def note(self, is_right, seconds):
         """What became of a guess: the drive time it gained or cost."""

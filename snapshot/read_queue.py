@@ -2,7 +2,7 @@
 
 `fill(read)` does the work of one read. Threads start with the first reads and end with `close`. What is needed now goes
 before what may be needed later, and the latter never takes all threads. Two clocks run: how long at least one read was
-under way, which is the drive's busy time; and how long nothing was needed now, which is time that guesses have for free.
+under way, which is the drive's busy time; and how long nothing was needed now, time that guesses have for free.
 """
 
 import threading

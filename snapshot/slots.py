@@ -1,6 +1,6 @@
 """Slots: the memory that experts are read into. Layers whose experts take about the same memory share one pool of them.
 
-How many slots there are is decided before anything is loaded (SlotClass, share_out); a SlotPool is what a run has of it.
+How many there are is decided before anything is loaded (SlotClass, share_out); a SlotPool is what a run has of it.
 """
 
 from dataclasses import dataclass

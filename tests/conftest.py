@@ -92,7 +92,9 @@ def run_colibri(tmp_path):
     def run(*arguments, timeout=120, cwd=ROOT, **variables):
         # HOME and PATH alone: what the engine needs it must be told by the test.
         environ = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
-        environ |= {"PYTHONDONTWRITEBYTECODE": "1", "USAGE": "0"} | {name: str(value) for name, value in variables.items()}
+        environ |= {"PYTHONDONTWRITEBYTECODE": "1", "USAGE": "0"} | {
+            name: str(value) for name, value in variables.items()
+        }
         return subprocess.run(
             [sys.executable, str(ROOT / "colibri.py"), *map(str, arguments)],
             env=environ,

@@ -3,15 +3,15 @@
 import errno
 import os
 import shutil
+import threading
 
 import pytest
 import torch
 
-import snapshot.expert_cache
 from forward.kv_state import KvState
 from forward.step import step
 from settings import EMBEDDED_SNAPSHOT
-from snapshot.expert_prefetch import LONG_CHUNK, PAUSE, TRIAL, Lookahead
+from snapshot.expert_prefetch import LONG_CHUNK, LOOKS, PAUSE, TRIAL, Lookahead
 from snapshot.read_queue import Read, ReadQueue
 from tests.conftest import FIXTURES, read_json
 
@@ -106,7 +106,7 @@ def test_history_deleted_kept_and_swapped(run_colibri, tmp_path):
 
 
 def test_transient_read_errors(load, same):
-    """Every eighth place of the file fails when it is first read, in one way or another; half of the reads are short."""
+    """Every eighth place of the file fails when it is first read, in one way or another; half the reads are short."""
     seen, faults = set(), (errno.EINTR, errno.EIO, errno.EAGAIN)
 
     def flaky(descriptor, buffers, offset):
@@ -164,10 +164,27 @@ def test_guesses_are_counted_and_their_bytes_too(load):
     assert on.ahead_useful_bytes + on.ahead_wasted_bytes < on.bytes_read < 1.5 * off.bytes_read
 
 
+def test_a_second_look_replaces_the_first(load):
+    """What waits and is no longer expected is not read; what is under way ends, and is dropped by the request."""
+    cache = load(FIXTURES / "glm_moe_dsa", cap=4, LOOKAHEAD=1).model.experts
+    may_go, plain = threading.Event(), cache.queue.fill
+    cache.queue.fill = lambda read: may_go.wait() and plain(read)
+    cache.look_ahead(2, dict.fromkeys((7, 6, 5, 4), 1))
+    while not cache.queue.under_way:
+        pass
+    cache.look_ahead(2, {3: 1, 5: 1})
+    begun = {read.key for read in cache.queue.under_way}
+    assert begun <= {(2, 7), (2, 6)} and set(cache.guesses) == begun | {(2, 5), (2, 3)}
+    may_go.set()
+    with cache.request(2, {3: 1}) as request:
+        list(request.ready(0, 1))
+    cache.check()
+
+
 def test_a_wrong_guess_goes_and_a_right_one_is_a_hit(load):
     cache = load(FIXTURES / "glm_moe_dsa", cap=4, LOOKAHEAD=1).model.experts
     with cache.request(1, {0: 1}) as request:
-        request.look_ahead(2, {3: 1, 4: 1, 5: 1})
+        cache.look_ahead(2, {3: 1, 4: 1, 5: 1})
         list(request.ready(0, 1))
     assert set(cache.guesses) == {(2, 3), (2, 4), (2, 5)}
     cache.queue.wait([cache.guesses[2, 4]])
@@ -185,10 +202,9 @@ def test_no_guess_takes_the_place_of_what_is_dearer(load):
             list(request.ready(0, 4))
     with cache.request(1, {0: 1}) as request:
         list(request.ready(0, 1))
-        request.look_ahead(2, {5: 1})
+        cache.look_ahead(2, {5: 1})
         assert not cache.guesses  # 20 uses are worth more than one that may not come
-        request.next.clear()
-        request.look_ahead(2, {5: 400})
+        cache.look_ahead(2, {5: 400})
         assert set(cache.guesses) == {(2, 5)}
 
 
@@ -223,7 +239,7 @@ def lookahead_after(gain, loss):
     """What `auto` does in each token after guesses that gained and lost so many seconds a token."""
     lookahead, asked = Lookahead("auto", 2), []
     for _ in range(400):
-        wants = [lookahead.wants(1) for _ in range(2)]
+        wants = [lookahead.wants(1) for _ in range(2 * LOOKS)]
         if wants[0]:
             lookahead.note(True, gain)
             lookahead.note(False, loss)
@@ -244,7 +260,14 @@ def test_guessing_ends_where_it_does_not_pay_and_is_tried_again():
 
 
 def test_guessing_without_a_gain_ends_too():
-    """Everything in memory: nothing is read, and finding that out costs."""
     asked, _ = lookahead_after(gain=0.0, loss=0.0)
     assert sum(asked) < 5 * TRIAL
-    assert snapshot.expert_cache.GUESS_SHARE > 1
+
+
+@pytest.mark.parametrize("mode", ["auto", "1"])
+def test_where_nothing_is_missing_nothing_is_guessed(mode):
+    """Everything in memory: even asking the next router would be for nothing."""
+    lookahead = Lookahead(mode, 2)
+    for misses, wanted in [(0, True), (0, True), (0, True), (0, False), (0, False), (3, True), (0, True)]:
+        lookahead.note_misses(misses)
+        assert lookahead.wants(1) == wanted

@@ -232,7 +232,14 @@ def test_sigterm_ends_as_ctrl_c_does():
 def test_a_text_on_a_terminal_is_not_cut_by_the_heartbeat():
     """stdout and stderr are one terminal: the whole text stands there in one piece, the statistics after it."""
     primary, secondary = os.openpty()
-    environ = {"PATH": os.environ["PATH"], "USAGE": "0", "PROMPT": "In the beginning", "NGEN": "40", "TEMP": "0", "TERM": "xterm"}
+    environ = {
+        "PATH": os.environ["PATH"],
+        "USAGE": "0",
+        "PROMPT": "In the beginning",
+        "NGEN": "40",
+        "TEMP": "0",
+        "TERM": "xterm",
+    }
     command = [sys.executable, str(ROOT / "colibri.py")]
     process = subprocess.Popen(command, env=environ, stdout=secondary, stderr=secondary)
     os.close(secondary)
@@ -258,7 +265,13 @@ def read_terminal(primary):
 def test_a_bar_on_a_terminal_and_plain_lines_elsewhere(variables):
     """stderr is a pseudo-terminal here: a bar is drawn and wiped, without a colour; a dumb terminal gets lines."""
     primary, secondary = os.openpty()
-    environ = {"PATH": os.environ["PATH"], "USAGE": "0", "PROMPT": "one two three four five six", "NGEN": "2", "TERM": "xterm"}
+    environ = {
+        "PATH": os.environ["PATH"],
+        "USAGE": "0",
+        "PROMPT": "one two three four five six",
+        "NGEN": "2",
+        "TERM": "xterm",
+    }
     process = subprocess.Popen(
         [sys.executable, str(ROOT / "colibri.py")], env=environ | variables, stdout=subprocess.PIPE, stderr=secondary
     )
@@ -302,7 +315,13 @@ def test_a_full_disk_behind_stdout_is_one_line(variables):
 
 
 def test_ctrl_c_while_the_prompt_is_read_in():
-    environ = {"PATH": os.environ["PATH"], "USAGE": "0", "PROMPT": "the king " * 480, "PREFILL_CHUNK": "8", "KERNELS": "reference"}
+    environ = {
+        "PATH": os.environ["PATH"],
+        "USAGE": "0",
+        "PROMPT": "the king " * 480,
+        "PREFILL_CHUNK": "8",
+        "KERNELS": "reference",
+    }
     process = subprocess.Popen(
         [sys.executable, str(ROOT / "colibri.py")], env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )

@@ -20,7 +20,7 @@ def documented_keys():
 
 
 def test_replay_prints_its_first_words_and_counts_the_decode_alone(run_colibri, tmp_path):
-    process = run_colibri("1", REPLAY=1, REPORT=tmp_path / "r.json")
+    process = run_colibri("1", REPLAY=1, REPORT=tmp_path / "r.json", LOOKAHEAD=0)
     assert process.returncode == 0, process.stderr
     first, prefill, disk = process.stdout.decode().splitlines()
     n = NUM_FULL - NUM_PROMPT
@@ -40,7 +40,6 @@ def test_replay_of_a_full_cache_reads_nothing_twice(run_colibri, tmp_path):
     run_colibri(REPLAY=1, REPORT=tmp_path / "r.json")
     report = read_json(tmp_path / "r.json")
     experts = 24 * 4
-    assert report["misses"] * 3 * 64 * 192 * 2 == report["expert_bytes_read"]
     assert report["prefill_expert_bytes_read"] + report["expert_bytes_read"] <= experts * 3 * 64 * 192 * 2
 
 

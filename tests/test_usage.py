@@ -13,7 +13,16 @@ from hypothesis import strategies as st
 
 from engine import usage as usage_module
 from engine.load import open_snapshot
-from engine.usage import LONG_RUN_USES, MAX_C_ENGINE_BYTES, MAX_FILE_BYTES, MOST_USES, PRIMED_TOKENS, ROUTER_BYTES, Usage, parse
+from engine.usage import (
+    LONG_RUN_USES,
+    MAX_C_ENGINE_BYTES,
+    MAX_FILE_BYTES,
+    MOST_USES,
+    PRIMED_TOKENS,
+    ROUTER_BYTES,
+    Usage,
+    parse,
+)
 from settings import Settings
 from snapshot.errors import Refused
 from snapshot.expert_policy import ExpertPolicy, LeastRecentlyUsed
@@ -297,7 +306,9 @@ def test_the_c_engines_file_is_the_first_history(open_usage, copied):
     assert counts == {(1, 0): 3, (1, 7): 4, (3, 5): 2}
     assert notice == "[usage] begins with .coli_usage, the C engine's history"
     usage.save(COUNTS, 40)
-    assert open_usage(copied).read()[1] == pytest.approx(COUNTS | {(1, 0): 2.99, (1, 7): 12.543, (3, 5): 700.099}, abs=0.001)
+    assert open_usage(copied).read()[1] == pytest.approx(
+        COUNTS | {(1, 0): 2.99, (1, 7): 12.543, (3, 5): 700.099}, abs=0.001
+    )
     assert "what 40 tokens" in open_usage(copied).load()[1]  # from then on ours
     assert sorted((path, path.stat().st_mtime_ns) for path in copied.rglob("*")) == before
 
