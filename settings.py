@@ -15,8 +15,8 @@ EMBEDDED_SNAPSHOT = Path(__file__).resolve().parent / "models" / "tiny"
 
 VARIABLES = (
     "SNAP SCORE PROMPT REF REPLAY TF REPORT NGEN CTX CHAT THINK PREFIX "
-    "TEMP NUCLEUS SEED RAM_GB PREFILL_CHUNK TOPK TOPP EXACT KERNELS THREADS READ_MODE SNAP_MIRROR LOOKAHEAD USAGE "
-    "EXPERT_TIER ROUTE_TRACE XDG_CACHE_HOME TERM"
+    "TEMP NUCLEUS SEED DRAFT RAM_GB PREFILL_CHUNK TOPK TOPP EXACT KERNELS THREADS READ_MODE SNAP_MIRROR LOOKAHEAD "
+    "USAGE EXPERT_TIER ROUTE_TRACE XDG_CACHE_HOME TERM"
 ).split()
 
 # What may run the arithmetic; a test holds this and kernels/dispatch.py equal, for torch is slow to import here.
@@ -24,6 +24,7 @@ KERNELS = ("native", "reference", "avx512vnni", "avx512", "avx2", "neondot", "ne
 
 READ_MODES = ("auto", "direct", "buffered")
 LOOKAHEADS = ("auto", "0", "1")
+MAX_DRAFT = 16
 TIERS = ("full", "reference")
 
 # A mode of the C engine that is not there yet: to run another one instead would be worse than to refuse.
@@ -34,7 +35,7 @@ MODES_NOT_BUILT = ("SERVE",)
 CPU_ONLY = "this engine runs on the CPU"
 C_ENGINE = (
     ("KV_SLOTS KVSAVE SERVE_BATCH", NOT_YET, "conversations of the server"),
-    ("DRAFT MTP", NOT_YET, "drafts, several tokens per forward"),
+    ("MTP", "renamed", "DRAFT=0 turns drafts off"),
     ("GRAMMAR GRAMMAR_DRAFT SCHEMA", NOT_YET, "drafts from a grammar"),
     (
         "PIN PIN_GB PIN_FILL AUTOPIN REPIN REPIN_VERBOSE",
@@ -96,6 +97,7 @@ class Settings:
     temp: float | None  # None = the mode's own: 0.7 for PROMPT
     nucleus: float
     seed: int
+    draft: str  # guesses per forward: auto, or a number
     ram_gb: float  # 0 = ask host and cgroup
     prefill_chunk: int  # 0 = 1024, or less where the budget asks for it
     topk: int  # 0 = as many experts a token as config.json says
@@ -115,6 +117,12 @@ class Settings:
     expert_bits: int
     dense_bits: int
     notices: tuple[str, ...]
+
+    @property
+    def drafts(self):
+        """Whether this run generates and may guess: then the MTP layer is loaded."""
+        generates = not self.score and (self.prompt is not None or not (self.replay or self.tf))
+        return generates and self.draft != "0"
 
     @staticmethod
     def read(arguments, environ=None, snap=None):
@@ -140,6 +148,7 @@ class Settings:
             temp=read.temperature("TEMP"),
             nucleus=read.number("NUCLEUS", 0.90, -1e9, 1e9),
             seed=read.whole("SEED", time.time_ns() % 2**32, 0, 2**64 - 1),
+            draft=read.draft("DRAFT"),
             ram_gb=read.number("RAM_GB", 0.0, 0.0, 1e6),
             prefill_chunk=read.whole("PREFILL_CHUNK", 0, 0, 1 << 20),
             topk=read.whole("TOPK", 0, 0, 65536),
@@ -220,6 +229,10 @@ class EnvironReader:
         if not low <= number <= high:
             raise Refused(f"{name}={value!r}: expected a number from {low:g} to {high:g}")
         return number
+
+    def draft(self, name):
+        value = self.environ.get(name) or "auto"
+        return value if value == "auto" else str(read_whole(name, value, 0, MAX_DRAFT))
 
     def temperature(self, name):
         """A TEMP that is not a number is no temperature: other programs use the name for a folder."""

@@ -45,7 +45,7 @@ def spec_decode(model, kv, prompt_ids, sampler, max_tokens, stop_ids=(), draft=N
 
     try:
         # 1) prefill: the logits after the last prompt token alone
-        logits = step(model, [(ids[kv.length :], kv)], progress)
+        logits = step(model, [(ids[kv.length :], kv)], progress, draft.follow)
         token = draw(model, sampler, logits[0], len(ids))
         while True:
             # 2) emit: stop ids and the limit are looked at before another forward is paid for
@@ -60,22 +60,24 @@ def spec_decode(model, kv, prompt_ids, sampler, max_tokens, stop_ids=(), draft=N
                 return
 
             # 3) draft, and verify the guesses and the new token in one forward
-            guesses = draft.propose(ids, left - 1)[: left - 1] if left > 1 else []
-            logits = step_all(model, [([token, *guesses], kv)])
+            guesses = draft.propose(ids, left - 1)[: left - 1]
+            logits = step_all(model, [([token, *guesses], kv)], on_hidden=draft.follow)
             counters.forwards += 1
             counters.proposed += len(guesses)
 
             # 4) accept while the draw agrees with the guess; the first that differs is the next token
-            for i, guess in enumerate(guesses):
-                token = draw(model, sampler, logits[i], len(ids))
+            accepted = 0
+            for guess in [*guesses, None]:
+                token = draw(model, sampler, logits[accepted], len(ids) + accepted)
                 if token != guess or token in stop_ids:
                     break
-                counters.accepted += 1
-                ids.append(token)
+                accepted += 1
+            draft.verified(accepted)
+            counters.accepted += accepted
+            for guess in guesses[:accepted]:
+                ids.append(guess)
                 counters.tokens += 1
-                yield token
-            else:
-                token = draw(model, sampler, logits[len(guesses)], len(ids))
+                yield guess
             kv.trim(len(ids))
     finally:
         # Whoever stops listening in the middle of accepted guesses leaves no guess behind that was not yielded.

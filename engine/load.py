@@ -56,6 +56,7 @@ class Loaded(Opened):
     model: Model
     kernels: str  # which run, in one line for stderr
     drive: str  # how experts are read, a line for each drive
+    draft: str  # guesses per forward: auto, or a number
     usage: Usage | None  # what is learned over runs
     history: str | None  # what the run begins with of it, in one line for stderr
 
@@ -76,8 +77,8 @@ def open_snapshot(settings):
     config = reduce_experts(settings, config)
     index = read_index(folder)
     reader = Reader()
-    resident = ResidentTensors(config, family, index)
-    disk = ExpertDisk(config, family, index, reader)
+    resident = ResidentTensors(config, family, index, with_mtp=settings.drafts)
+    disk = ExpertDisk(config, family, index, reader, (*config.sparse_layers, *resident.mtp_layers))
     if settings.snap_mirror:
         disk.add_mirror(Path(settings.snap_mirror))
     index.check_rest(family.layer_prefix(config.num_layers))
@@ -87,7 +88,7 @@ def open_snapshot(settings):
     notices = (
         *(f"[lossy] {line}" for line in lossy),
         *describe_formats(settings, resident, disk),
-        *list_notices(config, family, index, resident, plan),
+        *list_notices(settings, config, resident, plan),
     )
     resources = ExitStack()
     resources.callback(reader.close)
@@ -128,13 +129,15 @@ def load_model(settings, opened=None):
         usage = Usage(opened, settings.cache)
         counts, history = usage.load()
         experts.prime(counts)
-    return Loaded(**vars(opened), model=model, kernels=kernels, drive=drive, usage=usage, history=history)
+    return Loaded(
+        **vars(opened), model=model, kernels=kernels, drive=drive, draft=settings.draft, usage=usage, history=history
+    )
 
 
 def open_trace(path, opened):
     """ROUTE_TRACE -> the trace that a run appends to."""
     config, sizes = opened.config, [slots.slot_bytes for slots in opened.plan.slots]
-    layers = list(config.sparse_layers)
+    layers = list(opened.disk.layers)
     trace = RouteTrace(
         path, config.model_type, layers, config.num_experts, config.num_active_experts, max(sizes, default=0)
     )
@@ -185,7 +188,18 @@ def describe_formats(settings, resident, disk):
             yield f"[format] {name} {bits} changes nothing where the weights are stored as {', '.join(kept)}"
 
 
-def list_notices(config, family, index, resident, plan):
+def mtp_notices(resident):
+    """Why the MTP layer does not draft, or will not draft well."""
+    if resident.mtp_problem:
+        return [f"[MTP] speculation with it is off: {resident.mtp_problem}"]
+    names = {name for name, _ in resident.layer_tables(resident.config.num_layers)["mtp"].values()}
+    formats = {str(stored.format) for stored in resident.matrices if stored.name in names}
+    if "int4-row" in formats:
+        return ["[MTP] its input is stored in int4 with one scale a row: such a head drafts badly"]
+    return []
+
+
+def list_notices(settings, config, resident, plan):
     """What is never silent: each thing that makes this run differ from the plain one, in a line."""
     notices = []
     if not resident.has_indexer:
@@ -193,10 +207,8 @@ def list_notices(config, family, index, resident, plan):
             f"[DSA] the snapshot holds no indexer: attention is dense, and answers differ from the reference beyond "
             f"{config.index_topk} positions"
         )
-    if config.num_mtp_layers:
-        found = index.has_layer(family.layer_prefix(config.num_layers))
-        state = "is not used yet" if found else "is missing from the snapshot"
-        notices.append(f"[MTP] the multi-token-prediction layer {state}: one token per forward")
+    if config.num_mtp_layers and settings.drafts:
+        notices += mtp_notices(resident)
     if plan.num_slots == plan.num_sparse_layers and config.num_experts > 1 and config.sparse_layers:
         notices.append(
             "[cache] one slot per layer: every expert of every token is read from disk, expect it to be slow"

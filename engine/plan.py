@@ -116,7 +116,7 @@ def make_plan(config, resident, disk, settings, context, tokenizer_bytes=0):
     left.
     """
     budget, source = find_budget(settings.ram_gb)
-    sizes = {layer: slot_bytes(config, disk, layer, settings.expert_bits) for layer in config.sparse_layers}
+    sizes = {layer: slot_bytes(config, disk, layer, settings.expert_bits) for layer in disk.layers}
     is_native = settings.kernels != "reference" and has_compiler()
     packing = packing_bytes(config, disk) if disk.packs(settings.expert_bits) else 0
 

@@ -88,6 +88,8 @@ class Usage:
         kept, forgotten = 2.0 ** (-tokens / HALF_LIFE), 2.0 ** (-tokens / STEADY)
         by_layer = {str(layer): [] for layer in self.config.sparse_layers}
         for key in sorted(counts.keys() | self.history.keys()):
+            if str(key[0]) not in by_layer:
+                continue  # the MTP layer, which not every run has
             own = max(0.0, counts.get(key, 0.0) - forgotten * self.primed.get(key, 0.0))
             uses = min(kept * self.history.get(key, 0.0) + own, MOST_USES)
             if uses >= LEAST_USES:

@@ -33,10 +33,15 @@ class LayerKv:
 
 
 class KvState:
-    """Capacity in positions. `length` positions are known; rows beyond it are scratch."""
+    """Capacity in positions. `length` positions are known; rows beyond it are scratch.
+
+    The MTP layer's row has its own count, mtp_length: slot i of it needs the token after position i. Its first slot is
+    that of position mtp_base, where drafting began.
+    """
 
     def __init__(self, config, capacity):
         self.config, self.capacity, self.length = config, capacity, 0
+        self.mtp_base = self.mtp_length = 0
         rows = config.num_layers + 1
         self.latents = torch.empty(rows, capacity, config.kv_lora_rank)
         self.rope_keys = torch.empty(rows, capacity, config.rope_head_dim)
@@ -65,7 +70,8 @@ class KvState:
         """The rows of one layer (num_layers is the MTP layer) as the forward pass uses them."""
         row = self.index_rows.get(layer)
         index_keys = None if row is None else self.index_keys[row]
-        return LayerKv(self.latents[layer], self.rope_keys[layer], index_keys, self.length)
+        length = self.length if layer < self.config.num_layers else self.mtp_length
+        return LayerKv(self.latents[layer], self.rope_keys[layer], index_keys, length)
 
     def advance(self, count):
         """`count` positions have been written in every layer. ValueError beyond the capacity."""
@@ -78,6 +84,8 @@ class KvState:
         if not 0 <= length <= self.length:
             raise ValueError(f"cannot trim a KV state of {self.length} positions to {length}")
         self.length = length
+        # The token after the last position may be another one now.
+        self.mtp_length = max(0, min(self.mtp_length, length - 1 - self.mtp_base))
 
     def clone(self, capacity=None):
         """An independent copy of the known positions, by default with the same capacity."""
@@ -88,5 +96,5 @@ class KvState:
         for mine, theirs in ((self.latents, other.latents), (self.rope_keys, other.rope_keys)):
             theirs[:, : self.length] = mine[:, : self.length]
         other.index_keys[:, : self.length] = self.index_keys[:, : self.length]
-        other.length = self.length
+        other.length, other.mtp_base, other.mtp_length = self.length, self.mtp_base, self.mtp_length
         return other

@@ -31,7 +31,7 @@ def look_ahead(model, layer, residual):
     """Tell the cache which experts a layer is likely to ask for: those its router takes for the residual [T, D] as it
     is now, with what comes between left out. Nothing where the layer has no experts or guessing does not pay."""
     cache = model.experts
-    if layer not in cache.home or not cache.lookahead.wants(len(residual)):
+    if layer not in cache.home or layer >= model.config.num_layers or not cache.lookahead.wants(len(residual)):
         return
     started = time.perf_counter()
     with model.profile.measure("router"):

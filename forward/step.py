@@ -13,10 +13,13 @@ from kernels.dispatch import logprobs as logprobs_and_best
 
 
 @torch.inference_mode()
-def step(model, batch, progress=None):
-    """-> logits float32 [len(batch), vocab] after the last token of each sequence; no other logits are computed."""
+def step(model, batch, progress=None, on_hidden=None):
+    """-> logits float32 [len(batch), vocab] after the last token of each sequence; no other logits are computed.
+    on_hidden(chunk, hidden [rows, D] before the final norm) is called for each chunk."""
     last = {}
     for chunk, hidden in layers_forward(model, batch, progress):
+        if on_hidden:
+            on_hidden(chunk, hidden)
         for segment in chunk.segments:
             last[id(segment.kv)] = hidden[segment.stop - 1].clone()  # a view would keep the whole chunk alive
     logits = lm_head(model, torch.stack([last[id(kv)] for _, kv in batch]))
@@ -24,10 +27,12 @@ def step(model, batch, progress=None):
 
 
 @torch.inference_mode()
-def step_all(model, batch, progress=None):
-    """-> logits float32 [all tokens of the batch, vocab], one row after each token."""
+def step_all(model, batch, progress=None, on_hidden=None):
+    """-> logits float32 [all tokens of the batch, vocab], one row after each token. on_hidden as of `step`."""
     rows = []
     for chunk, hidden in layers_forward(model, batch, progress):
+        if on_hidden:
+            on_hidden(chunk, hidden)
         rows.append(check_logits(lm_head(model, hidden), positions_of(chunk)))
     return torch.cat(rows)
 

@@ -1,6 +1,7 @@
 """No mode: generate greedily from the prompt of REF, stop tokens ignored, and compare with its continuation."""
 
 from engine.decode import spec_decode
+from engine.draft import Drafter
 from engine.load import load_model
 from engine.sample import Sampler
 from forward.kv_state import KvState
@@ -21,8 +22,8 @@ def run_oracle(settings, opened):
     counters, run.num_prompt_ids = run.counters, len(prompt)
     kv = KvState(model.config, loaded.context)
     max_tokens = len(full) - len(prompt)
-    progress = PrefillProgress(len(prompt))
-    for token in spec_decode(model, kv, prompt, Sampler(), max_tokens, progress=progress, counters=counters):
+    draft, progress = Drafter(model, kv, run.governor), PrefillProgress(len(prompt))
+    for token in spec_decode(model, kv, prompt, Sampler(), max_tokens, (), draft, progress, counters):
         generated.append(token)
         run.on_token()
     run.end()

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from engine.decode import DecodeCounters
+from engine.governor import Governor
 from modes.console import Terminal, say, show_progress
 from snapshot.errors import Refused
 from snapshot.expert_cache import CacheCounters
@@ -41,7 +42,7 @@ class Run:
         for line in (loaded.kernels, loaded.drive, loaded.history):
             if line:
                 say(line)
-        self.counters = DecodeCounters()
+        self.counters, self.governor = DecodeCounters(), Governor(loaded.draft)
         self.num_prompt_ids = 0
         self.started = self.mark()
         self.prefilled = None  # when decoding began
@@ -128,6 +129,7 @@ class Run:
             "tokens_per_forward": c.tokens_per_forward if c.forwards else None,
             "drafts_proposed": c.proposed,
             "drafts_accepted": c.accepted,
+            **self.governor.numbers(),
             "hits": cache.hits,
             "misses": cache.misses,
             "hit_rate": cache.hit_rate,
@@ -169,6 +171,9 @@ class Run:
             f"cache {self.model.experts.num_bytes / 1e9:.2f} GB | peak RSS {peak_rss_bytes() / 1e9:.2f} of "
             f"{self.loaded.plan.budget_bytes / 1e9:.2f} GB | {self.counters.tokens_per_forward:.2f} tokens a forward"
         )
+
+        for line in self.governor.lines():
+            say(line)
 
     def row(self, phase, mark, tokens):
         """One line of the table."""

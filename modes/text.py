@@ -3,6 +3,7 @@
 import sys
 
 from engine.decode import spec_decode
+from engine.draft import Drafter
 from engine.load import load_model
 from engine.sample import Sampler
 from engine.stream import TextStream
@@ -46,6 +47,7 @@ def run_text(settings, opened):
             sampler,
             max_tokens,
             stop_ids,
+            draft=Drafter(model, kv, run.governor),
             progress=PrefillProgress(len(prompt_ids)),
             counters=counters,
         ):

@@ -72,7 +72,7 @@ class ExpertDisk:
     def __init__(self, config, family, index, reader, layers=None):
         self.config, self.family, self.index, self.reader = config, family, index, reader
         self.drives = Drives([Drive(index.folder, reader)])
-        layers = config.sparse_layers if layers is None else layers
+        self.layers = layers = config.sparse_layers if layers is None else layers
         self.fused = {layer: fused_entries(config, family, index, layer) for layer in layers}
         self.places = {}
         # layer -> bytes that hold any expert of it as stored

@@ -71,21 +71,38 @@ class LayerWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class MtpWeights:
+    """The multi-token-prediction layer. It has the model's embedding and head, or copies of its own."""
+
+    layer: LayerWeights
+    input_proj: Weight  # [hidden, 2 * hidden], the half for the embedding first
+    embed_norm: torch.Tensor
+    hidden_norm: torch.Tensor
+    norm: torch.Tensor
+    embed: Weight
+    lm_head: Weight
+
+
+@dataclass(frozen=True, slots=True)
 class ModelWeights:
     embed: Weight
     layers: tuple[LayerWeights, ...]
     norm: torch.Tensor
     lm_head: Weight
     has_indexer: bool
+    mtp: MtpWeights | None = None
 
 
 class ResidentTensors:
-    """What stays resident, as stored: checked and counted here, read by `load`."""
+    """What stays resident, as stored: checked and counted here, read by `load`. with_mtp: the MTP layer too, if it is
+    whole; mtp_problem says why it is not there."""
 
-    def __init__(self, config, family, index):
+    def __init__(self, config, family, index, with_mtp=False):
         self.config, self.family, self.index = config, family, index
+        self.mtp_problem = self.find_mtp_problem() if with_mtp else "not asked for"
         self.stored = {}  # name -> StoredWeight of a matrix, TensorEntry of what becomes float32
-        self.router_names = {family.router_tensors(config, i)["router"][0] for i in config.sparse_layers}
+        routed = (*config.sparse_layers, *self.mtp_layers)
+        self.router_names = {family.router_tensors(config, layer)["router"][0] for layer in routed}
         top = family.model_tensors(config)
         self.embed_name, self.head_name = top["embed"][0], top.get("lm_head", top["embed"])[0]
         for layer in range(config.num_layers):
@@ -100,6 +117,22 @@ class ResidentTensors:
                 # A rounded router would choose other experts.
                 is_float32 = len(shape) == 1 or name in self.router_names
                 self.stored[name] = index.find(name, shape) if is_float32 else find_weight(index, name, shape)
+
+    @property
+    def mtp_layers(self):
+        """The MTP layer, or nothing."""
+        return () if self.mtp_problem else (self.config.num_layers,)
+
+    def find_mtp_problem(self):
+        """Why there is no MTP layer to draft with, in words; None when there is one."""
+        layer, family = self.config.num_layers, self.family
+        if not self.index.has_layer(family.layer_prefix(layer)):
+            return "the snapshot has no multi-token-prediction layer"
+        tables = [table for part, table in self.layer_tables(layer).items() if part != "mtp_own"]
+        if not all(name in self.index for name, _ in family.fused_expert_tensors(self.config, layer).values()):
+            tables += [family.expert_tensors(self.config, layer, i) for i in range(self.config.num_experts)]
+        missing = [name for table in tables for name, _ in table.values() if name not in self.index]
+        return f"tensor {missing[0]} of the multi-token-prediction layer is missing" if missing else None
 
     def check_no_more_layers(self):
         """Layers beyond those of config.json would be left out in silence; one, the MTP layer, may follow."""
@@ -123,7 +156,7 @@ class ResidentTensors:
     def tables(self):
         """Every table of names this model keeps resident."""
         yield self.family.model_tensors(self.config)
-        for layer in range(self.config.num_layers):
+        for layer in (*range(self.config.num_layers), *self.mtp_layers):
             yield from self.layer_tables(layer).values()
 
     def layer_tables(self, layer):
@@ -187,18 +220,27 @@ class ResidentTensors:
         def bound(table):
             return {word: loaded[name] for word, (name, _) in table.items()}
 
-        layers = []
-        for layer in range(self.config.num_layers):
-            tables = {part: bound(table) for part, table in self.layer_tables(layer).items()}
-            if "mlp" in tables:
-                mlp = MlpWeights(**tables["mlp"])
-            else:
-                mlp = MoeWeights(**tables["router"], shared=MlpWeights(**tables["shared"]))
-            indexer = IndexerWeights(**tables["indexer"]) if "indexer" in tables else None
-            layers.append(LayerWeights(AttentionWeights(**tables["attention"]), indexer, mlp))
+        def tables_of(layer):
+            return {part: bound(table) for part, table in self.layer_tables(layer).items()}
+
+        layers = tuple(bind_layer(tables_of(layer)) for layer in range(self.config.num_layers))
         top = bound(self.family.model_tensors(self.config))
-        head = top.get("lm_head", top["embed"])
-        return ModelWeights(top["embed"], tuple(layers), top["norm"], head, self.has_indexer)
+        top.setdefault("lm_head", top["embed"])
+        ends, mtp = {word: top[word] for word in ("embed", "lm_head")}, None
+        for layer in self.mtp_layers:
+            tables = tables_of(layer)
+            mtp = MtpWeights(layer=bind_layer(tables), **tables["mtp"], **ends | tables["mtp_own"])
+        return ModelWeights(**top, layers=layers, has_indexer=self.has_indexer, mtp=mtp)
+
+
+def bind_layer(tables):
+    """{part: {word: Weight or tensor}} -> LayerWeights."""
+    if "mlp" in tables:
+        mlp = MlpWeights(**tables["mlp"])
+    else:
+        mlp = MoeWeights(**tables["router"], shared=MlpWeights(**tables["shared"]))
+    indexer = IndexerWeights(**tables["indexer"]) if "indexer" in tables else None
+    return LayerWeights(AttentionWeights(**tables["attention"]), indexer, mlp)
 
 
 def place_of(stored):

@@ -75,7 +75,9 @@ def load():
     opened = []
 
     def load(folder, cap=0, expert_bits=16, dense_bits=16, **variables):
-        environ = {"SNAP": str(folder), "USAGE": "0"} | {name: str(value) for name, value in variables.items()}
+        environ = {"SNAP": str(folder), "USAGE": "0", "DRAFT": "0"} | {
+            name: str(value) for name, value in variables.items()
+        }
         settings = Settings.read([str(cap), str(expert_bits), str(dense_bits)], environ)
         opened.append(load_model(settings))
         return opened[-1]

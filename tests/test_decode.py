@@ -3,6 +3,7 @@
 import pytest
 
 from engine.decode import DecodeCounters, spec_decode
+from engine.draft import NoDraft
 from engine.sample import Sampler
 from forward.kv_state import KvState
 from tests.conftest import FIXTURES, reference
@@ -16,7 +17,7 @@ def model(load):
     return load(FIXTURES / NAME, cap=2).model
 
 
-class Script:
+class Script(NoDraft):
     """A draft source that guesses the known continuation, every `wrong_every`-th guess spoilt."""
 
     def __init__(self, known, depth, wrong_every=0):

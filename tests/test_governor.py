@@ -1,0 +1,123 @@
+"""How many guesses a forward verifies: what pays, what does not, and that it goes on looking."""
+
+import random
+
+import pytest
+
+from engine.governor import FIRST_PAUSE, MOST, Governor
+
+EXPERTS = 40  # that one row asks for
+
+
+class Machine:
+    """Forwards whose cost is known: seconds of arithmetic for each row, seconds for a missing expert, and how often
+    guesses are right."""
+
+    def __init__(self, row=0.1, missing=0.0, wait=0.01, right=0.8, making=0.005, seed=1):
+        self.row, self.missing, self.wait, self.right, self.making = row, missing, wait, right, making
+        self.random = random.Random(seed)
+
+    def cost(self, depth):
+        experts = EXPERTS * (1 + depth) ** 0.9
+        waited = experts * self.missing * self.wait
+        return 0.1 + self.row * 0.1 * depth + waited, waited, experts, experts * self.missing
+
+    def run(self, governor, forwards, offers=None):
+        """-> (tokens, seconds) of so many forwards."""
+        tokens = seconds = 0
+        for _ in range(forwards):
+            source, depth = governor.choose(offers or {"MTP": MOST})
+            accepted = 0
+            while accepted < depth and self.random.random() < self.right:
+                accepted += 1
+            took, *rest = self.cost(depth)
+            governor.note(source, depth, depth * self.making, accepted, took, *rest)
+            tokens, seconds = tokens + 1 + accepted, seconds + took + depth * self.making
+        return tokens, seconds
+
+
+def rate(machine, depth):
+    """Tokens a second in the long run at a fixed depth."""
+    tokens = sum(machine.right**i for i in range(depth + 1))
+    return tokens / (machine.cost(depth)[0] + depth * machine.making)
+
+
+MACHINES = {
+    "in memory, good": dict(),
+    "in memory, bad": dict(right=0.1),
+    "in memory, useless": dict(right=0.0),
+    "rows are dear": dict(row=1.0, right=0.6),
+    "from disk, good": dict(missing=0.6, right=0.9),
+    "from disk, fair": dict(missing=0.6, right=0.5),
+    "from disk, useless": dict(missing=0.6, right=0.0),
+    "half from disk": dict(missing=0.2, right=0.7),
+}
+
+
+@pytest.mark.parametrize("options", MACHINES.values(), ids=MACHINES)
+def test_within_a_few_percent_of_the_best_depth(options):
+    machine, governor = Machine(**options), Governor()
+    tokens, seconds = machine.run(governor, 3000)
+    best = max(rate(machine, depth) for depth in range(MOST + 1))
+    assert tokens / seconds > 0.95 * best
+    assert tokens / seconds > 0.97 * rate(machine, 0)
+
+
+@pytest.mark.parametrize("options", MACHINES.values(), ids=MACHINES)
+def test_a_short_answer_is_not_spoilt(options):
+    machine = Machine(**options)
+    runs = [machine.run(Governor(), 100) for _ in range(40)]
+    assert sum(tokens for tokens, _ in runs) / sum(seconds for _, seconds in runs) > 0.95 * rate(machine, 0)
+
+
+def test_what_changes_is_noticed():
+    """A topic on which guesses are right, after one on which they never were; and back."""
+    governor, machine = Governor(), Machine(right=0.0)
+    machine.run(governor, 1500)
+    machine.right = 0.9
+    machine.run(governor, 1000)
+    tokens, seconds = machine.run(governor, 500)
+    assert tokens / seconds > 0.9 * max(rate(machine, depth) for depth in range(MOST + 1))
+    machine.right = 0.0
+    machine.run(governor, 300)
+    tokens, seconds = machine.run(governor, 500)
+    assert tokens / seconds > 0.95 * rate(machine, 0)
+
+
+def test_the_better_source_is_taken():
+    governor, machine = Governor(), Machine()
+    for _ in range(200):
+        for source, right in (("MTP", 0.3), ("long n-gram", 0.95)):
+            machine.right = right
+            accepted = sum(1 for _ in range(3) if machine.random.random() < right)
+            governor.note(source, 3, 0.015, accepted, *machine.cost(3))
+            governor.note(None, 0, 0.0, 0, *machine.cost(0))
+    chosen = [governor.choose({"MTP": 8, "long n-gram": 4})[0] for _ in range(FIRST_PAUSE - 1)]
+    assert set(chosen) == {"long n-gram"}
+    assert governor.choose({"MTP": 8})[0] in ("MTP", None)
+
+
+def test_a_depth_that_is_asked_for_is_kept():
+    governor = Governor("3")
+    assert governor.choose({"MTP": 3}) == ("MTP", 3) and governor.choose({"n-gram": 2}) == ("n-gram", 2)
+    assert governor.choose({"n-gram": 3, "MTP": 3}) == ("MTP", 3) and governor.choose({}) == (None, 0)
+    assert Governor("0").choose({"MTP": 0}) == (None, 0)
+
+
+def test_nothing_to_guess_from_is_no_guess():
+    governor = Governor()
+    assert governor.choose({}) == (None, 0)
+    assert list(governor.lines()) == [] and governor.numbers()["draft_acceptance"] == {}
+
+
+def test_what_is_said_and_reported():
+    governor, machine = Governor(), Machine(right=1.0)
+    machine.run(governor, 60)
+    first, second = governor.lines()
+    assert first.startswith("[draft] right by position: MTP 100% 100%") and "| forwards by guesses 0: " in first
+    assert "1 rows 40.0" in second and "| auto expected" in second and "measured" in second
+    numbers = governor.numbers()
+    assert numbers["draft_acceptance"]["MTP"][0][0] == numbers["draft_acceptance"]["MTP"][0][1] > 30
+    assert sum(numbers["draft_depths"].values()) == 60
+    expected, measured = numbers["draft_expected_tokens_seconds"], numbers["draft_measured_tokens_seconds"]
+    assert expected[1] == pytest.approx(measured[1], rel=0.05) and expected[0] <= measured[0]
