@@ -1,7 +1,7 @@
 """Logits -> a token, the same at any draft depth and in any company.
 
 The uniform number of a token comes from a counter, (seed, row, position), not from a stream: whoever asks for the
-token at a position gets the same draw. Order: temperature, nucleus, draw in id order, all in float64.
+token at a position gets the same draw. Order: temperature, top-k, nucleus, draw in id order, all in float64.
 """
 
 import hashlib
@@ -19,10 +19,10 @@ def uniform(seed, row, position):
 
 
 class Sampler:
-    """temperature <= 0 is greedy. nucleus outside (0, 1) keeps the whole vocabulary."""
+    """temperature <= 0 is greedy. nucleus outside (0, 1) and top_k <= 0 keep the whole vocabulary."""
 
-    def __init__(self, temperature=0.0, nucleus=0.0, seed=0, row=0):
-        self.temperature, self.nucleus, self.seed, self.row = temperature, nucleus, seed, row
+    def __init__(self, temperature=0.0, nucleus=0.0, seed=0, row=0, top_k=0):
+        self.temperature, self.nucleus, self.seed, self.row, self.top_k = temperature, nucleus, seed, row, top_k
 
     def draw(self, logits, position):
         """logits [vocab] -> the id of the token at `position`; greedy ties go to the lowest id."""
@@ -34,9 +34,13 @@ class Sampler:
         return min(token, int(p.nonzero()[-1]))  # rounding may leave the target past the last kept token
 
     def probabilities(self, logits):
-        """logits [vocab] -> float64 [vocab], zero outside the nucleus: the shortest prefix, most likely first and
-        ties to the lowest id, whose mass reaches `nucleus`; not renormalised."""
-        p = (logits.double() / max(self.temperature, MIN_TEMPERATURE)).softmax(0)
+        """logits [vocab] -> float64 [vocab], zero outside the top_k likeliest and outside the nucleus: the shortest
+        prefix, most likely first, whose mass reaches `nucleus`. Ties go to the lowest id. Of the top_k it is a softmax
+        of its own; what the nucleus leaves is not renormalised."""
+        scaled = logits.double() / max(self.temperature, MIN_TEMPERATURE)
+        if 0 < self.top_k < len(scaled):
+            scaled[scaled.argsort(descending=True, stable=True)[self.top_k :]] = -torch.inf
+        p = scaled.softmax(0)
         if not 0 < self.nucleus < 1:
             return p
         ordered, ids = p.sort(descending=True, stable=True)
