@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export PROMPT ?= In the beginning
 
-.PHONY: help setup run test test-slow lint native native-asan bench-kernels bench-decode bench-streaming soak clean
+.PHONY: help setup run test test-slow lint native native-asan bench-kernels bench-decode bench-streaming bench-speculation soak clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /  make \1\t/' | expand -t 20
@@ -47,6 +47,9 @@ bench-decode: setup  ## warm decode and prefill of a synthetic GLM-5.2 in memory
 
 bench-streaming: setup  ## a synthetic GLM-5.2 larger than its memory: 17 GB of disk, 6 GB of memory, 8 minutes
 	$(BIN)/python bench/streaming.py
+
+bench-speculation: setup  ## DRAFT=auto against fixed depths, by a replayed price: 0.1 GB of disk, some minutes
+	$(BIN)/python bench/speculation.py
 
 soak: setup  ## mixed prompts for half an hour: the budget holds, nothing leaks, the answers stay the same
 	$(BIN)/python scripts/soak.py

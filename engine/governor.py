@@ -9,10 +9,12 @@ and to give 1 + a1 + a1 a2 + ... tokens, where a_i is how often the i-th guess o
 it were. Everything on the right is measured as the run goes: medians of the last forwards with R rows for the
 arithmetic, slowly forgotten means for the rest. Where no forward had R rows yet the nearest smaller one is scaled.
 
-Every now and then another depth than the best is tried, so nothing is switched off for good; the pause between two
-trials grows while they confirm what is known.
+The choice is made by what guesses may be worth: their share of right ones is taken one standard error above what was
+seen, so that little is known for a short time only. And every now and then another depth than the best is tried, so
+nothing is switched off for good; the pause between two trials grows while they confirm what is known.
 """
 
+import math
 import statistics
 from collections import Counter, deque
 from dataclasses import dataclass
@@ -23,6 +25,7 @@ KEPT = 0.97  # of a mean, from one sample to the next
 SAMPLES = 9  # of which the median counts
 PRIOR = {"MTP": 0.6, "n-gram": 0.3, "long n-gram": 0.6}  # how often a guess is right, before anything is known
 PRIOR_WEIGHT = 2.0  # guesses that the prior counts for
+ENOUGH = 3  # guesses at a position, before the next one is tried
 ROW_COST = 0.15  # of the arithmetic of one row, for each further row, before it is known
 UNION_GROWTH = 0.8  # R rows ask for R^this times the experts of one, before it is known
 GAIN = 1.02  # in tokens a second that makes guessing worth it
@@ -40,6 +43,11 @@ class Mean:
     @property
     def value(self):
         return self.a / self.b if self.b else None
+
+    @property
+    def hoped(self):
+        """Of a share: one standard error above its value."""
+        return min(1.0, self.value + math.sqrt(self.value * (1 - self.value) / (self.b + 1)))
 
 
 @dataclass
@@ -73,17 +81,18 @@ class Governor:
     # --- what is expected ---
 
     def right_share(self, source, position):
-        """How often the guess at a position, 0 for the first, is right if those before it are."""
+        """The Mean of how often the guess at a position, 0 for the first, is right if those before it are."""
         means = self.right.setdefault(source, [])
         while len(means) <= position:
             means.append(Mean(means[-1].value if means else PRIOR[source], PRIOR_WEIGHT))
-        return means[position].value
+        return means[position]
 
-    def tokens(self, source, depth):
-        """Expected tokens of a forward."""
+    def tokens(self, source, depth, is_hope=False):
+        """Expected tokens of a forward, or those that may be hoped for."""
         total, all_right = 1.0, 1.0
         for position in range(depth):
-            all_right *= self.right_share(source, position)
+            share = self.right_share(source, position)
+            all_right *= share.hoped if is_hope else share.value
             total += all_right
         return total
 
@@ -100,10 +109,15 @@ class Governor:
         share = self.missing[num_rows == 1].value if share is None else share
         return max(0.0, arithmetic) + experts * share * (self.wait.value or 0.0)
 
+    def known_depth(self, source):
+        """Positions of which enough is known to go one further."""
+        means = self.right.get(source, ())
+        return next((i for i, mean in enumerate(means) if mean.b < PRIOR_WEIGHT + ENOUGH), len(means))
+
     def rate(self, source, depth):
-        """Expected tokens a second."""
+        """Tokens a second that may be hoped for."""
         making = self.drafting[source].value if source in self.drafting else 0.0
-        return self.tokens(source, depth) / (self.seconds(1 + depth) + depth * making)
+        return self.tokens(source, depth, is_hope=True) / (self.seconds(1 + depth) + depth * making)
 
     # --- what is done ---
 
@@ -117,7 +131,9 @@ class Governor:
             return source, min(self.fixed, offers[source])
         if self.seconds(1) is None or len(self.rows[1].arithmetic) < 2:
             return None, 0  # first of all, what one row costs
-        choices = [(None, 0), *((source, k) for source, most in offers.items() for k in range(1, most + 1))]
+        choices = [(None, 0)]
+        for source, most in offers.items():
+            choices += [(source, depth) for depth in range(1, min(most, self.known_depth(source) + 1) + 1)]
         rates = {choice: self.rate(*choice) for choice in choices}
         best = max(choices, key=lambda choice: (rates[choice] / (1 if choice[1] == 0 else GAIN), -choice[1]))
         self.since += 1
@@ -147,8 +163,7 @@ class Governor:
             self.wait.add(waited, missed)
         self.depths[depth] += 1
         for position in range(min(accepted + 1, depth)):
-            self.right_share(source, position)
-            self.right[source][position].add(accepted > position)
+            self.right_share(source, position).add(accepted > position)
             self.tried[source, position] += 1
             self.accepted[source, position] += accepted > position
         if depth:

@@ -1,9 +1,20 @@
-"""Bytes a forward pass needs beside its weights, next to the shapes it counts."""
+"""What a forward pass costs, next to the shapes it counts: memory beside its weights, operations, and bytes read.
+
+One multiplication and the addition that goes with it are two operations (FLOPs). The indexer chooses beyond index_topk
+positions; until then it only makes keys, and attention sees every position.
+"""
+
+from dataclasses import fields, is_dataclass
+
+import torch
 
 from forward.attention import indexer
 from forward.lm_head import LOGIT_ROWS
 from forward.moe import OUTPUT_BYTES
+from kernels.packing import Weight, grouped, packed_bytes
 from kernels.reference import BLOCK_BYTES, WIDEN_BYTES
+
+KV_ITEM_BYTES = 4  # float32
 
 
 def scratch_bytes(config, chunk_rows, capacity, is_native=False):
@@ -37,3 +48,116 @@ def scratch_bytes(config, chunk_rows, capacity, is_native=False):
         + selection
         + (min(2 * WIDEN_BYTES, 8 * c.vocab_size * c.hidden_size) + logits)
     )
+
+
+# --- operations -------------------------------------------------------------------------------------------------------
+
+
+def full_layers(config, has_indexer=True):
+    """How many layers run an indexer; none where the snapshot has none."""
+    return sum(map(config.layer_is_full, range(config.num_layers))) if has_indexer else 0
+
+
+def matrix_weights(config, has_indexer=True):
+    """Weights that a token is multiplied with before any choice of positions, without those of the head: of the routed
+    experts its own alone."""
+    c = config
+    attention = (
+        c.hidden_size * (c.q_lora_rank + c.kv_lora_rank + c.rope_head_dim)
+        + c.q_lora_rank * c.num_heads * c.qk_head_dim
+        + c.num_heads * (c.nope_head_dim + c.v_head_dim) * c.kv_lora_rank
+        + c.num_heads * c.v_head_dim * c.hidden_size
+    )
+    num_sparse = len(c.sparse_layers)
+    experts = 3 * c.hidden_size * c.moe_intermediate_size * (c.num_active_experts + c.num_shared_experts)
+    return (
+        c.num_layers * attention
+        + full_layers(c, has_indexer) * c.hidden_size * c.index_head_dim
+        + (c.num_layers - num_sparse) * 3 * c.hidden_size * c.intermediate_size
+        + num_sparse * (c.hidden_size * c.num_experts + experts)
+    )
+
+
+def choice_weights(config):
+    """Weights of one indexer that a token is multiplied with when positions are chosen."""
+    c = config
+    return c.q_lora_rank * c.index_num_heads * c.index_head_dim + c.hidden_size * c.index_num_heads
+
+
+def position_flops(config, num_seen, num_scored, num_choosing, has_indexer=True):
+    """Operations that depend on positions, in all layers: num_seen (row, position) pairs that attention sees,
+    num_scored pairs that an indexer scores, num_choosing rows that choose."""
+    c = config
+    # The scores of a position take its latent and its rotary key; what it adds to the output is its latent again.
+    attention = 2 * c.num_heads * (2 * c.kv_lora_rank + c.rope_head_dim)
+    scores = 2 * c.index_num_heads * (c.index_head_dim + 1)
+    index = num_scored * scores + num_choosing * 2 * choice_weights(c)
+    return c.num_layers * num_seen * attention + full_layers(c, has_indexer) * index
+
+
+def decode_flops(config, context, has_indexer=True):
+    """Operations of one token that sees `context` positions, itself included."""
+    chooses = has_indexer and context > config.index_topk
+    weights = matrix_weights(config, has_indexer) + config.vocab_size * config.hidden_size
+    seen = config.index_topk if chooses else context
+    return 2 * weights + position_flops(config, seen, context * chooses, chooses, has_indexer)
+
+
+def prefill_flops(config, num_tokens, has_indexer=True):
+    """Operations of a prompt. Only its last token has logits."""
+    free = min(config.index_topk, num_tokens) if has_indexer else num_tokens  # tokens that see all there is
+    choosing = num_tokens - free
+    seen = free * (free + 1) // 2 + choosing * free
+    scored = num_tokens * (num_tokens + 1) // 2 - free * (free + 1) // 2
+    weights = num_tokens * matrix_weights(config, has_indexer) + config.vocab_size * config.hidden_size
+    return 2 * weights + position_flops(config, seen, scored, choosing, has_indexer)
+
+
+# --- bytes ------------------------------------------------------------------------------------------------------------
+
+
+def kv_bytes_stored(config, has_indexer=True):
+    """Of each token of each row, as long as its row lives; the row of the MTP layer is not counted."""
+    latents = config.num_layers * (config.kv_lora_rank + config.rope_head_dim)
+    return KV_ITEM_BYTES * (latents + full_layers(config, has_indexer) * config.index_head_dim)
+
+
+def kv_bytes_read(config, context, has_indexer=True):
+    """Of one row in one step that sees `context` positions."""
+    chooses = has_indexer and context > config.index_topk
+    seen = config.index_topk if chooses else context
+    latents = config.num_layers * seen * (config.kv_lora_rank + config.rope_head_dim)
+    index_keys = full_layers(config, has_indexer) * context * config.index_head_dim if chooses else 0
+    return KV_ITEM_BYTES * (latents + index_keys)
+
+
+def held_bytes(part):
+    """Bytes of weights: a tensor, a Weight, or a dataclass of such; None has none."""
+    if isinstance(part, torch.Tensor):
+        return part.numel() * part.element_size()
+    if isinstance(part, Weight):
+        return part.num_bytes
+    return sum(held_bytes(getattr(part, f.name)) for f in fields(part)) if is_dataclass(part) else 0
+
+
+def resident_bytes_read(weights, config, context):
+    """Of ModelWeights in one step at `context` positions, however many rows it has: all but the embedding, which is
+    only looked up, the MTP layer, and what an indexer chooses with where it need not."""
+    num_bytes = sum(map(held_bytes, (*weights.layers, weights.norm, weights.lm_head)))
+    if context <= config.index_topk:
+        idle = [layer.indexer for layer in weights.layers if layer.indexer]
+        num_bytes -= sum(held_bytes(one.q_b) + held_bytes(one.head_weights) for one in idle)
+    return num_bytes
+
+
+def expert_bytes(place, bits=16):
+    """Of one expert in memory, read by each step that uses it: as stored, or quantised to `bits` at load."""
+    if bits == 16 or place.is_packed:
+        return place.stored_bytes
+    return sum(packed_bytes(grouped(bits), piece.rows, piece.columns) for piece in place.pieces)
+
+
+def expected_experts(num_experts, num_active, num_rows):
+    """Distinct experts of a layer that rows ask for together, if each chose evenly and on its own: an estimate, what a
+    run asks for is measured."""
+    return num_experts * (1 - (1 - num_active / num_experts) ** num_rows)

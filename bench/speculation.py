@@ -1,0 +1,422 @@
+"""Does DRAFT=auto earn its keep? DRAFT 0, 1, 3 and auto by turns, with all experts in memory, with half, with one.
+
+    make bench-speculation        or     python bench/speculation.py [--tokens 160] [--csv bench/speculation.csv]
+
+Two models, each in three regimes: `all`, every expert in memory; `half`, slots for half of them; `cold`, one slot in
+each layer, so that almost every expert is read.
+
+    tiny        models/tiny, greedy, its own MTP layer and n-grams
+    small       a synthetic snapshot (scripts/make_synthetic.py small, 0.1 GB in a temporary folder) that recites its
+                text, whatever its logits say, so that experts are used as in traces of real models. A script stands in
+                for the MTP layer: each guess is right with the chance in the column `right`, n-grams are off
+
+What decides is no clock: every forward is priced as that of GLM-5.2 on one machine, whose numbers are printed first, by
+the experts that it asked for and those of them that it had to read, as counted in the run. An expert of the run stands
+for as many of GLM-5.2's as make its 600 a token. The governor measures that same price, so its choices, and all but the
+column of tokens a second, are the same on any machine. Nothing is read ahead (LOOKAHEAD=0) and no history of earlier
+runs is used (USAGE=0). A run has one governor for all its texts, and begins with one more text, without guesses, that
+is not counted.
+
+    tok/fw      tokens a forward
+    experts     distinct ones asked for, a token
+    GB/token    read by GLM-5.2, the guesses' own part included
+    s/token     the price; beside it that of DRAFT=0, and of the best fixed depth, over it
+    wall        tokens a second of this machine, noisy
+
+The aims: auto costs at most 5 % more than the best fixed depth, 0 included, and at most 3 % more than DRAFT=0, in each
+table; models/tiny gives at least 1.5 tokens a forward with its own head. Exit code 0 whether they are met or not; 1 if
+two arms did not give the same tokens, 2 for what cannot be run. THREADS, KERNELS, READ_MODE and XDG_CACHE_HOME hold as
+they do for colibri.py. About 3 minutes.
+"""
+
+import argparse
+import csv
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from engine.decode import DecodeCounters, spec_decode
+from engine.draft import Drafter, MtpSource, NoDraft
+from engine.governor import Governor
+from engine.load import load_model
+from engine.sample import Sampler, uniform
+from forward.kv_state import KvState
+from settings import EMBEDDED_SNAPSHOT, Settings
+from snapshot.config import read_config, read_json
+from snapshot.errors import Refused
+from snapshot.tokenizer import TextTokenizer
+
+ROOT = Path(__file__).resolve().parents[1]
+ARMS = ("0", "1", "3", "auto")
+REGIMES = {"all": lambda num_experts: num_experts, "half": lambda num_experts: num_experts // 2, "cold": lambda _: 1}
+RIGHT = (0.3, 0.6, 0.9)  # chances of a guess of the script
+OVER_BEST, OVER_PLAIN, LEAST_TOKENS = 1.05, 1.03, 1.5  # the aims
+
+# GLM-5.2 in int4, and a machine for it.
+SPARSE_LAYERS, LAYERS, ACTIVE = 75, 78, 8
+EXPERT, DENSE, HEAD = 18.9e6, 9.9e9, 0.476e9  # bytes: of an expert, of all that stays, of the output matrix
+DRIVE, MEMORY = 2e9, 30e9  # bytes a second
+ROW = 0.1  # seconds of arithmetic and attention that a row adds, beside reading the weights
+FORWARD = DENSE / MEMORY
+GUESS = (DENSE / LAYERS + HEAD) / MEMORY + ROW / LAYERS  # of the head, without its experts
+
+TEXTS = (
+    "And it came to pass, when",
+    "In the beginning God created",
+    "HAMLET.\nWhat should we say,",
+    "hacker: n. A person who",
+    "The LORD is my shepherd",
+)
+NUM_SMALL_TEXTS, SMALL_PROMPT, WARM_UP = 2, 24, 32
+SIZES = "--layers 6 --moe-width 256 --prompt 2 --report-tokens 0"
+COLUMNS = (
+    "model regime right arm tokens forwards tokens_per_forward experts_per_token gb_per_token seconds_per_token "
+    "over_plain over_best mb_read_per_token wall_tok_s right_by_position depths"
+).split()
+
+
+# --- the price --------------------------------------------------------------------------------------------------------
+
+
+class Machine:
+    """What the run so far costs there: seconds, those of them that it waits for the drive, experts read."""
+
+    def __init__(self, model):
+        self.model, config = model, model.config
+        # Of a forward, and of the one layer of a head: experts there for one here.
+        self.of_forward = SPARSE_LAYERS * ACTIVE / (len(config.sparse_layers) * config.num_active_experts)
+        self.of_guess = ACTIVE / config.num_active_experts
+        self.seconds = self.waited = self.read = 0.0
+        self.seen = self.look()
+
+    def look(self):
+        """-> experts (asked for, missing) so far."""
+        counters = self.model.experts.counters
+        return counters.hits + counters.misses, counters.misses
+
+    def charge(self, seconds, scale):
+        """Some seconds, and the experts since the last charge."""
+        now = self.look()
+        asked, missed = (scale * (a - b) for a, b in zip(now, self.seen, strict=True))
+        self.seen = now
+        self.pay(seconds, asked, missed)
+
+    def pay(self, seconds, asked, missed):
+        self.read += missed
+        self.waited += missed * EXPERT / DRIVE
+        self.seconds += seconds + asked * EXPERT / MEMORY + missed * EXPERT / DRIVE
+
+    def now(self):
+        """Seconds. What was asked for outside of forwards is the head's."""
+        self.charge(0.0, self.of_guess)
+        return self.seconds
+
+    def forward(self, num_rows):
+        """A forward is done."""
+        self.charge(FORWARD + num_rows * ROW, self.of_forward)
+
+
+class PricedMtp(MtpSource):
+    """The model's own head; its guesses have their price."""
+
+    def __init__(self, model, kv, machine):
+        super().__init__(model, kv)
+        self.machine = machine
+
+    def propose(self, ids, max_tokens):
+        guesses = super().propose(ids, max_tokens)
+        self.machine.charge(GUESS * len(guesses), self.machine.of_guess)
+        return guesses
+
+
+class Script(NoDraft):
+    """In place of a head: guesses that are right with a chance, by position, the same in every arm. A guess has the
+    price of a head's; of its experts as large a share is missing as of the forwards of DRAFT=0."""
+
+    def __init__(self, text, chance, machine, missing):
+        self.text, self.chance, self.machine, self.missing = text, chance, machine, missing
+
+    def keep_up(self, ids):
+        """Nothing waits for it."""
+
+    def propose(self, ids, max_tokens):
+        guesses = [self.guess(len(ids) + i) for i in range(max_tokens)]
+        for _ in guesses:
+            self.machine.pay(GUESS, ACTIVE, ACTIVE * self.missing)
+        return guesses
+
+    def guess(self, position):
+        token = self.text[position]
+        if uniform(1, 0, position) < self.chance:
+            return token
+        # A wrong one is another token of the text, so that it asks for experts as a token of the text would.
+        at = int(uniform(1, 1, position) * len(self.text))
+        return next(other for other in self.text[at:] + self.text if other != token)
+
+
+class NoNgrams:
+    def offer(self, ids, max_tokens):
+        return "n-gram", []
+
+
+class PricedDrafter(Drafter):
+    """The engine's own, but for the clock. With a script it is the only source."""
+
+    def __init__(self, model, kv, governor, machine, script=None):
+        super().__init__(model, kv, governor, machine.now)
+        self.machine = machine
+        if script:
+            self.mtp, self.ngrams = script, NoNgrams()
+        elif self.mtp:
+            self.mtp = PricedMtp(model, kv, machine)
+
+    def follow(self, chunk, hidden):
+        self.machine.forward(len(chunk.ids))
+        super().follow(chunk, hidden)
+
+    def look(self):
+        return self.machine.now(), self.machine.waited, *self.machine.look()
+
+
+# --- a run ------------------------------------------------------------------------------------------------------------
+
+
+class Reciter:
+    """A sampler that draws a known text, and remembers what greedy would have drawn."""
+
+    def __init__(self, text):
+        self.text, self.best = text, {}
+
+    def draw(self, logits, position):
+        self.best[position] = int(logits.argmax())
+        return self.text[position]
+
+
+MARKS = ("seconds", "read", "num_bytes", "asked", "missed")  # fields of an Arm that a run adds to
+
+
+class Arm:
+    """One depth in one regime: a model, a governor, and what was counted."""
+
+    def __init__(self, folder, cap, depth, chance=0.0, missing=0.0):
+        settings = Settings.read([], snap=str(folder))
+        settings = replace(settings, score=None, prompt=None, replay=False, tf=False, cap=cap, draft=depth)
+        self.loaded = load_model(replace(settings, lookahead="0", usage=False, ctx=0))
+        self.model, self.chance, self.missing = self.loaded.model, chance, missing
+        self.governor, self.counters = Governor(depth), DecodeCounters()
+        self.ids = []  # of all texts, what greedy draws
+        self.wall = self.seconds = self.read = 0.0
+        self.num_bytes = self.asked = self.missed = 0
+
+    def warm_up(self, prompt, num_tokens, text):
+        """Nothing is counted. Where there is a slot for each expert all of them are read."""
+        config = self.model.config
+        if self.loaded.plan.num_slots == self.loaded.plan.num_sparse_layers * config.num_experts:
+            for layer in self.model.experts.home:
+                with self.model.experts.request(layer, dict.fromkeys(range(config.num_experts), 1)) as request:
+                    list(request.ready(0, config.num_experts))
+        kv = KvState(config, len(prompt) + num_tokens)
+        list(spec_decode(self.model, kv, prompt, Reciter(text) if text else Sampler(), num_tokens))
+
+    def run(self, prompt, num_tokens, text=None):
+        """Generate; with a text, recite it. What the prefill cost is not counted."""
+        kv = KvState(self.model.config, len(prompt) + num_tokens)
+        machine = Machine(self.model)
+        script = Script(text, self.chance, machine, self.missing) if text else None
+        draft = PricedDrafter(self.model, kv, self.governor, machine, script)
+        sampler = Reciter(text) if text else Sampler()
+        tokens = spec_decode(self.model, kv, prompt, sampler, num_tokens, draft=draft, counters=self.counters)
+        ids = [next(tokens)]
+        before, started = self.mark(machine), time.perf_counter()
+        ids += tokens
+        self.wall += time.perf_counter() - started
+        for name, now, then in zip(MARKS, self.mark(machine), before, strict=True):
+            setattr(self, name, getattr(self, name) + now - then)
+        self.ids += [sampler.best[i] for i in sorted(sampler.best)] if text else ids
+
+    def mark(self, machine):
+        return machine.now(), machine.read, self.model.experts.counters.bytes_read, *machine.look()
+
+    def row(self, num_texts):
+        """What was counted, as a row of the table."""
+        c = self.counters
+        tokens = c.tokens - num_texts  # the first of each belongs to the prefill
+        numbers = self.governor.numbers()
+        return {
+            "tokens": tokens,
+            "forwards": c.forwards,
+            "tokens_per_forward": tokens / c.forwards,
+            "experts_per_token": self.asked / tokens,
+            "gb_per_token": self.read * EXPERT / 1e9 / tokens,
+            "seconds_per_token": self.seconds / tokens,
+            "mb_read_per_token": self.num_bytes / 1e6 / tokens,
+            "wall_tok_s": tokens / self.wall,
+            "right_by_position": numbers["draft_acceptance"],
+            "depths": numbers["draft_depths"],
+        }
+
+
+def run_arm(folder, cap, depth, jobs, chance=0.0, missing=0.0):
+    """jobs: (prompt, tokens, text or None) each; the first is the warm-up -> (row, ids, share of experts missing)."""
+    arm = Arm(folder, cap, depth, chance, missing)
+    try:
+        prompt, num_tokens, text = jobs[0]
+        arm.warm_up(prompt, min(num_tokens, WARM_UP), text)
+        for job in jobs[1:]:
+            arm.run(*job)
+        return arm.row(len(jobs) - 1), arm.ids, arm.missed / arm.asked
+    finally:
+        arm.loaded.close()
+
+
+def run_table(model, folder, regime, jobs, chances):
+    """All arms of a regime -> rows. DRAFT=0 is run once for all chances. Differs if two arms give other tokens."""
+    cap = max(1, REGIMES[regime](read_json(folder / "config.json")["n_routed_experts"]))
+    plain, ids, missing = run_arm(folder, cap, "0", jobs)
+    rows = []
+    for chance in chances:
+        table = [plain | {"arm": "0"}]
+        for depth in ARMS[1:]:
+            row, others, _ = run_arm(folder, cap, depth, jobs, chance or 0.0, missing)
+            check_equal(f"{model}, {regime}, DRAFT={depth}", ids, others)
+            table.append(row | {"arm": depth})
+        best = min(row["seconds_per_token"] for row in table if row["arm"] != "auto")
+        for row in table:
+            row |= {"model": model, "regime": regime, "right": "own" if chance is None else chance}
+            row["over_plain"] = row["seconds_per_token"] / plain["seconds_per_token"]
+            row["over_best"] = row["seconds_per_token"] / best
+        print_table(table)
+        rows += table
+    return rows
+
+
+class Differs(Exception):
+    """Two arms did not give the same tokens."""
+
+
+def check_equal(what, expected, ids):
+    if ids != expected:
+        at = next(
+            (i for i, (a, b) in enumerate(zip(expected, ids, strict=False)) if a != b), min(len(ids), len(expected))
+        )
+        raise Differs(f"{what}: not the tokens of DRAFT=0, from token {at} on")
+
+
+# --- what a person reads ----------------------------------------------------------------------------------------------
+
+
+def print_table(rows):
+    first = rows[0]
+    right = (
+        "its own head and n-grams" if first["right"] == "own" else f"guesses right with a chance of {first['right']}"
+    )
+    print(f"\n{first['model']}, {first['regime']}: {right}, {first['tokens']} tokens")
+    print(f"  {'DRAFT':6}{'tok/fw':>8}{'experts':>9}{'GB/token':>10}{'s/token':>9}{'/ 0':>7}{'/ best':>8}{'wall':>7}")
+    for row in rows:
+        print(f"  {row['arm']:6}{row['tokens_per_forward']:8.2f}{row['experts_per_token']:9.1f}"
+              f"{row['gb_per_token']:10.2f}{row['seconds_per_token']:9.3f}{row['over_plain']:7.3f}"
+              f"{row['over_best']:8.3f}{row['wall_tok_s']:7.0f}", flush=True)  # fmt: skip
+
+
+def print_verdict(rows):
+    autos = [row for row in rows if row["arm"] == "auto"]
+    for name, most, words in (
+        ("over_best", OVER_BEST, "the best fixed depth"),
+        ("over_plain", OVER_PLAIN, "DRAFT=0"),
+    ):
+        worst = max(autos, key=lambda row: row[name])
+        where = f"{worst['model']}, {worst['regime']}, right {worst['right']}"
+        missed = [row for row in autos if row[name] > most]
+        print(f"auto over {words}: at most {worst[name]:.3f} ({where}), aim {most}: "
+              f"{f'MISSED in {len(missed)} of {len(autos)} tables' if missed else 'met'}")  # fmt: skip
+        for row in missed:
+            print(f"  {row['model']}, {row['regime']}, right {row['right']}: {row[name]:.3f}")
+    own = [row for row in rows if row["model"] == "tiny"]
+    best = max((row for row in own if row["arm"] != "auto"), key=lambda row: row["tokens_per_forward"])
+    value = best["tokens_per_forward"]
+    print(f"models/tiny with its own head, DRAFT={best['arm']}: {value:.2f} tokens a forward, aim {LEAST_TOKENS}: "
+          f"{'met' if value >= LEAST_TOKENS else 'MISSED'}")  # fmt: skip
+
+
+# --- the door ---------------------------------------------------------------------------------------------------------
+
+
+def tiny_jobs(num_tokens):
+    tokenizer = TextTokenizer(EMBEDDED_SNAPSHOT, read_config(EMBEDDED_SNAPSHOT)[0])
+    return [(tokenizer.with_prefix(tokenizer.encode(text)), num_tokens, None) for text in TEXTS]
+
+
+def small_jobs(folder, num_tokens):
+    """Consecutive parts of its text."""
+    ids, size = read_json(folder / "ref_glm.json")["full_ids"], SMALL_PROMPT + num_tokens
+    texts = [ids[i * size : (i + 1) * size] for i in range(1 + NUM_SMALL_TEXTS)]
+    return [(text[:SMALL_PROMPT], num_tokens, text) for text in texts]
+
+
+def make_small(folder, num_tokens):
+    script = [sys.executable, str(ROOT / "scripts" / "make_synthetic.py"), "small", str(folder), *SIZES.split()]
+    total = (1 + NUM_SMALL_TEXTS) * (SMALL_PROMPT + num_tokens)
+    if subprocess.run([*script, "--tokens", str(total)], stdout=sys.stderr).returncode:
+        raise Refused("the synthetic snapshot could not be made")
+
+
+def run(num_tokens):
+    rows, jobs = [], tiny_jobs(num_tokens)
+    for regime in REGIMES:
+        rows += run_table("tiny", EMBEDDED_SNAPSHOT, regime, jobs, (None,))
+    with tempfile.TemporaryDirectory() as work:
+        folder = Path(work, "small")
+        make_small(folder, num_tokens)
+        jobs = small_jobs(folder, num_tokens)
+        for regime in REGIMES:
+            rows += run_table("small", folder, regime, jobs, RIGHT)
+    return rows
+
+
+def make_parser():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=160, help="of each text, default 160, at least 16")
+    parser.add_argument(
+        "--csv", type=Path, default=ROOT / "bench" / "speculation.csv", help="default bench/speculation.csv"
+    )
+    return parser
+
+
+def main(arguments=None):
+    args = make_parser().parse_args(arguments)
+    started = time.perf_counter()
+    try:
+        if args.tokens < 16:
+            raise Refused(f"--tokens is {args.tokens}, it must be 16 or more")
+        with open(args.csv, "w", newline="", encoding="utf-8") as file:
+            print(f"prices of GLM-5.2 in int4: drive {DRIVE / 1e9:g} GB/s, memory {MEMORY / 1e9:g} GB/s | a forward "
+                  f"{FORWARD:.3f} s, each row {ROW:.3f} s, each expert {EXPERT / MEMORY * 1e3:.2f} ms and "
+                  f"{EXPERT / DRIVE * 1e3:.2f} ms to read it | a guess of the head {GUESS * 1e3:.1f} ms")  # fmt: skip
+            rows = run(args.tokens)
+            writer = csv.DictWriter(file, COLUMNS)
+            writer.writeheader()
+            writer.writerows(rows)
+        print()
+        print_verdict(rows)
+        print(f"the tokens of all arms are equal | {len(rows)} rows in {args.csv} | "
+              f"{(time.perf_counter() - started) / 60:.1f} minutes")  # fmt: skip
+        return 0
+    except Differs as error:
+        print(f"speculation: WRONG TOKENS: {error}", file=sys.stderr)
+        return 1
+    except Refused as error:
+        print(f"speculation: {error}", file=sys.stderr)
+    except OSError as error:
+        print(f"speculation: {error.filename}: {error.strerror}", file=sys.stderr)
+    except KeyboardInterrupt:
+        print("speculation: interrupted", file=sys.stderr)
+        return 130
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
