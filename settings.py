@@ -125,9 +125,9 @@ class Settings:
         return generates and self.draft != "0"
 
     @staticmethod
-    def read(arguments, environ=None, snap=None):
-        """Command-line arguments and the environment -> Settings; `snap` goes before SNAP. Refused for a value that
-        means nothing."""
+    def read(arguments, environ=None, snap=None, ngen=64):
+        """Command-line arguments and the environment -> Settings; `snap` goes before SNAP, `ngen` holds where NGEN is
+        not set. Refused for a value that means nothing."""
         read = EnvironReader(os.environ if environ is None else environ)
         if len(arguments) > 3:
             raise Refused(f"{len(arguments)} arguments, at most 3 are known: cap, expert_bits, dense_bits")
@@ -140,7 +140,7 @@ class Settings:
             replay=read.present("REPLAY"),
             tf=read.present("TF"),
             report=read.path("REPORT"),
-            ngen=read.whole("NGEN", 64, 1, 1 << 31),
+            ngen=read.whole("NGEN", ngen, 1, 1 << 31),
             ctx=read.whole("CTX", 0, 0, 1 << 31),
             chat=read.flag("CHAT", False),
             think=read.flag("THINK", False),

@@ -10,7 +10,7 @@ is slow to stop, a second Ctrl-C ends the chat at once. stdin may be a file or a
 ends.
 
 Arguments and variables are those of colibri.py (docs/env_vars.md), but for those that choose a mode. NGEN bounds each
-answer, by default to 64 tokens. With THINK=1 the thoughts are shown, up to </think>. Answers go to stdout, a line end
+answer, by default to 256 tokens. With THINK=1 the thoughts are shown, up to </think>. Answers go to stdout, a line end
 after each; all else goes to stderr.
 
 The messages are put into the snapshot's chat template anew for each answer, and of the tokens that come out only those
@@ -48,6 +48,7 @@ from snapshot.memory import rss_bytes
 from snapshot.tokenizer import TextTokenizer
 
 SIGN = "> "
+DEFAULT_NGEN = 256
 OTHER_MODES = ("prompt", "score", "ref", "replay", "tf", "report")  # settings that mean nothing here
 
 
@@ -369,7 +370,7 @@ def main(arguments):
     args = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, terminate)
     try:
-        settings = Settings.read(args.arguments)
+        settings = Settings.read(args.arguments, ngen=DEFAULT_NGEN)
         if args.prompt is not None and not args.prompt.strip():
             raise Refused("--prompt is empty; give it some text, or leave it out to chat")
         prompt = None if args.prompt is None else utf8(args.prompt, "--prompt")

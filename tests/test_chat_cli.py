@@ -230,6 +230,11 @@ def test_every_line_of_a_pipe_is_a_turn(run_chat):
     assert run_chat(b"/exit\nx")[:2] == (0, "")
 
 
+def test_an_answer_has_256_tokens_at_most_unless_told_otherwise(run_chat):
+    assert "answers of at most 256 tokens (NGEN)" in run_chat(b"", NGEN="")[2]
+    assert "answers of at most 64 tokens (NGEN)" in run_chat(b"", NGEN=64)[2]
+
+
 def test_a_bad_message_is_one_line_and_the_chat_goes_on(run_chat):
     code, out, err = run_chat(b"caf\xe9\n" + b"the king " * 300 + b"\nWho art thou?\n")
     assert code == 0 and out.count("\n") == 1
