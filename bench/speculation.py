@@ -26,7 +26,7 @@ is not counted.
 The aims: auto costs at most 5 % more than the best fixed depth, 0 included, and at most 3 % more than DRAFT=0, in each
 table; models/tiny gives at least 1.5 tokens a forward with its own head. Exit code 0 whether they are met or not; 1 if
 two arms did not give the same tokens, 2 for what cannot be run. THREADS, KERNELS, READ_MODE and XDG_CACHE_HOME hold as
-they do for colibri.py. About 3 minutes.
+they do for colibri.py. About 4 minutes of one core.
 """
 
 import argparse

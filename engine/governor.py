@@ -9,7 +9,7 @@ and to give 1 + a1 + a1 a2 + ... tokens, where a_i is how often the i-th guess o
 it were. Everything on the right is measured as the run goes: medians of the last forwards with R rows for the
 arithmetic, slowly forgotten means for the rest. Where no forward had R rows yet the nearest smaller one is scaled.
 
-The choice is made by what guesses may be worth: their share of right ones is taken one standard error above what was
+The choice is made by what guesses may be worth: their share of right ones is taken half a standard error above what was
 seen, so that little is known for a short time only. And every now and then another depth than the best is tried, so
 nothing is switched off for good; the pause between two trials grows while they confirm what is known.
 """
@@ -20,7 +20,8 @@ from collections import Counter, deque
 from dataclasses import dataclass
 
 MOST = 8  # guesses that auto makes
-FIRST_PAUSE, LONGEST_PAUSE = 24, 192  # forwards between trials
+FIRST_PAUSE, LONGEST_PAUSE = 16, 192  # forwards between trials
+LONGEST_TRIAL = 4  # forwards; it ends with the first wrong guess
 KEPT = 0.97  # of a mean, from one sample to the next
 SAMPLES = 9  # of which the median counts
 PRIOR = {"MTP": 0.6, "n-gram": 0.3, "long n-gram": 0.6}  # how often a guess is right, before anything is known
@@ -28,7 +29,7 @@ PRIOR_WEIGHT = 2.0  # guesses that the prior counts for
 ENOUGH = 3  # guesses at a position, before the next one is tried
 ROW_COST = 0.15  # of the arithmetic of one row, for each further row, before it is known
 UNION_GROWTH = 0.8  # R rows ask for R^this times the experts of one, before it is known
-GAIN = 1.02  # in tokens a second that makes guessing worth it
+GAIN = 1.03  # in tokens a second that makes guessing worth it
 
 
 class Mean:
@@ -46,8 +47,8 @@ class Mean:
 
     @property
     def hoped(self):
-        """Of a share: one standard error above its value."""
-        return min(1.0, self.value + math.sqrt(self.value * (1 - self.value) / (self.b + 1)))
+        """Of a share: half a standard error above its value."""
+        return min(1.0, self.value + math.sqrt(self.value * (1 - self.value) / (self.b + 1)) / 2)
 
 
 @dataclass
@@ -70,9 +71,12 @@ class Governor:
         self.most = MOST if self.fixed is None else self.fixed
         self.right = {}  # source -> [Mean for each position]
         self.rows = {}  # number of rows -> Rows
-        self.missing = {False: Mean(), True: Mean()}  # share of the experts, for one row, for several
+        # Share of the experts. One for all numbers of rows: what wrong guesses push out of memory is missed later, by a
+        # forward without any.
+        self.missing = Mean()
         self.wait, self.drafting = Mean(), {}  # seconds for one that is missing; source -> seconds a guess
         self.pause, self.since, self.trials = FIRST_PAUSE, 0, 0
+        self.trial, self.trial_left = None, 0  # the choice that is tried, and for how many forwards more
         self.depths = Counter()  # guesses made -> forwards
         self.tried, self.accepted = Counter(), Counter()  # (source, position) -> guesses
         self.plan = None  # (expected tokens, expected seconds) of the forward under way
@@ -105,9 +109,7 @@ class Governor:
         rows = self.rows[near]
         arithmetic = statistics.median(rows.arithmetic) * (1 + ROW_COST * (num_rows - near))
         experts = rows.experts.value * (num_rows / near) ** UNION_GROWTH
-        share = self.missing[num_rows > 1].value
-        share = self.missing[num_rows == 1].value if share is None else share
-        return max(0.0, arithmetic) + experts * share * (self.wait.value or 0.0)
+        return max(0.0, arithmetic) + experts * (self.missing.value or 0.0) * (self.wait.value or 0.0)
 
     def known_depth(self, source):
         """Positions of which enough is known to go one further."""
@@ -137,14 +139,17 @@ class Governor:
         rates = {choice: self.rate(*choice) for choice in choices}
         best = max(choices, key=lambda choice: (rates[choice] / (1 if choice[1] == 0 else GAIN), -choice[1]))
         self.since += 1
-        choice = best
         if self.since >= self.pause:
-            choice, self.since, self.trials = self.trial(best, choices), 0, self.trials + 1
+            self.trial, self.trial_left = self.other_than(best, choices), LONGEST_TRIAL
+            self.since, self.trials = 0, self.trials + 1
             self.pause = min(2 * self.pause, LONGEST_PAUSE)
+        choice = best
+        if self.trial_left and self.trial in choices:
+            choice, self.trial_left = self.trial, self.trial_left - 1
         self.plan = self.tokens(*choice), self.seconds(1 + choice[1])
         return choice
 
-    def trial(self, best, choices):
+    def other_than(self, best, choices):
         """Another choice than the best: by turns one guess more, one guess fewer."""
         source, depth = best
         if source is None:
@@ -155,10 +160,12 @@ class Governor:
     def note(self, source, depth, drafting, accepted, seconds, waited, experts, missed):
         """What a forward did: how many guesses it verified, what making them took, how many were right; its seconds,
         those it waited for experts, the distinct experts it asked for, and how many of them were missing."""
+        if accepted < depth or not depth:
+            self.trial_left = 0
         rows = self.rows.setdefault(1 + depth, Rows.unknown())
         rows.arithmetic.append(seconds - waited)
         rows.experts.add(experts)
-        self.missing[depth > 0].add(missed, experts)
+        self.missing.add(missed, experts)
         if missed:
             self.wait.add(waited, missed)
         self.depths[depth] += 1
