@@ -172,15 +172,19 @@ def list_lossy(settings, num_active, resident, disk):
 def describe_formats(settings, resident, disk):
     """In what formats the weights lie, and which arguments do nothing because of that."""
     ends = {"embedding": resident.embed_name, "head": resident.head_name}
-    dense = dict.fromkeys(stored.format for stored in resident.matrices if stored.name not in ends.values())
-    parts = {"experts": disk.formats, "dense": dense}
+    others = {*ends.values(), *resident.mtp_names}
+    dense = dict.fromkeys(stored.format for stored in resident.matrices if stored.name not in others)
+    layers = resident.config.sparse_layers
+    parts = {"experts": disk.formats(layers), "dense": dense}
     parts |= {what: [resident.stored[name].format] for what, name in ends.items()}
+    mtp = [stored.format for stored in resident.matrices if stored.name in resident.mtp_names]
+    parts["MTP layer"] = dict.fromkeys([*mtp, *disk.formats(resident.mtp_layers)])
     words = " | ".join(f"{what} {', '.join(map(str, formats))}" for what, formats in parts.items() if formats)
     if any(fmt.is_integer for formats in parts.values() for fmt in formats):
         words += " | activations " + ("float32 (EXACT=1)" if settings.exact else f"8 bits in groups of {GROUP}")
     yield f"[format] {words}"
     for name, bits, formats in (
-        ("expert_bits", settings.expert_bits, disk.formats),
+        ("expert_bits", settings.expert_bits, disk.formats(layers)),
         ("dense_bits", settings.dense_bits, dense),
     ):
         kept = [str(fmt) for fmt in formats if fmt.is_integer]

@@ -93,10 +93,11 @@ class ExpertDisk:
         """Whether any expert is packed at load when `bits` are asked for."""
         return bits < 16 and not all(place.is_packed for place in self.places.values())
 
-    @property
-    def formats(self):
-        """The formats of the routed experts, each once, in the order in which they come."""
-        return tuple(dict.fromkeys(piece.format for place in self.places.values() for piece in place.pieces))
+    def formats(self, layers=None):
+        """The formats of the routed experts, of all layers or of some, each once, in the order in which they come."""
+        layers = self.layers if layers is None else layers
+        places = (place for (layer, _), place in self.places.items() if layer in layers)
+        return tuple(dict.fromkeys(piece.format for place in places for piece in place.pieces))
 
     @property
     def max_expert_bytes(self):

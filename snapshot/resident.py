@@ -123,6 +123,12 @@ class ResidentTensors:
         """The MTP layer, or nothing."""
         return () if self.mtp_problem else (self.config.num_layers,)
 
+    @property
+    def mtp_names(self):
+        """The names of its tensors that stay resident."""
+        tables = [table for layer in self.mtp_layers for table in self.layer_tables(layer).values()]
+        return {name for table in tables for name, _ in table.values()}
+
     def find_mtp_problem(self):
         """Why there is no MTP layer to draft with, in words; None when there is one."""
         layer, family = self.config.num_layers, self.family

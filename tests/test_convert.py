@@ -70,7 +70,7 @@ def test_a_container_is_the_model_of_its_dequantised_weights(tmp_path, load, ora
     ids, loaded = reference(name)[0]["seq"], load(tmp_path / "out", cap=2, EXACT=1)
     logits = all_logits(loaded.model, ids)
     plain = load(dequantised(tmp_path / "out", tmp_path / "plain"))
-    assert {fmt.name for fmt in plain.disk.formats} == {"f32"}
+    assert {fmt.name for fmt in plain.disk.formats()} == {"f32"}
     torch.testing.assert_close(logits, all_logits(plain.model, ids), atol=2e-5, rtol=0)
     # The C kernels add up in an order of their own for each format; torch widens and does the same arithmetic, but
     # for a last bit: its products depend on where in memory a matrix begins.
@@ -457,7 +457,7 @@ def test_a_container_of_the_c_engine_is_laid_out_anew(tmp_path, load):
     c_container(FIXTURES / "glm_moe_dsa_mtp", tmp_path / "c", 16)
     assert run(tmp_path / "c", tmp_path / "out", "--verify") == 0
     loaded, ids = load(tmp_path / "out", cap=1, EXACT=1), reference("glm_moe_dsa_mtp")[0]["seq"]
-    assert {fmt.name for fmt in loaded.disk.formats} == {"int4-g16"}
+    assert {fmt.name for fmt in loaded.disk.formats()} == {"int4-g16"}
     assert {len(place.runs) for place in loaded.disk.places.values()} == {1}
     expected = all_logits(load(tmp_path / "c", EXACT=1).model, ids)
     torch.testing.assert_close(all_logits(loaded.model, ids), expected, atol=1e-5, rtol=0)

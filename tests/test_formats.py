@@ -232,7 +232,7 @@ def test_a_container_of_the_c_engine_is_its_dequantised_model(tmp_path, load, na
     dequantised = c_container(FIXTURES / name, tmp_path / "out", group)
     ids = reference(name)[0]["seq"]
     loaded = load(tmp_path / "out", cap=cap, EXACT=1)
-    assert {fmt.name for fmt in loaded.disk.formats} == {"int4-g16" if group else "int4-row"}
+    assert {fmt.name for fmt in loaded.disk.formats()} == {"int4-g16" if group else "int4-row"}
     logits = all_logits(loaded.model, ids)
     torch.testing.assert_close(logits, all_logits(load(dequantised).model, ids), atol=1e-5, rtol=0)
     rounded = all_logits(load(tmp_path / "out", cap=cap).model, ids)
@@ -276,7 +276,7 @@ def test_an_expert_of_several_formats(tmp_path, load):
     safetensors.torch.save_file(values, dequantised / "model.safetensors")
     ids = reference("glm_moe_dsa")[0]["seq"]
     loaded = load(tmp_path / "out", cap=2, EXACT=1)
-    assert {fmt.name for fmt in loaded.disk.formats} == {"int4-g16", "int8-row", "bf16"}
+    assert {fmt.name for fmt in loaded.disk.formats()} == {"int4-g16", "int8-row", "bf16"}
     expected = all_logits(load(dequantised).model, ids)
     torch.testing.assert_close(all_logits(loaded.model, ids), expected, atol=1e-5, rtol=0)
 
