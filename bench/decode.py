@@ -96,7 +96,7 @@ class AllThere:
 
     def __init__(self, cache):
         self.cache, self.lookahead = cache, Lookahead("0", 1)
-        self.home = cache.home
+        self.home, self.routes = cache.home, None
 
     def request(self, layer, uses, chunk_rows):
         self.batch = [(i, self.cache.resident[layer, expert][1]) for i, expert in enumerate(uses)]

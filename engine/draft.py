@@ -133,6 +133,8 @@ class Drafter(NoDraft):
             self.mtp.keep_up(ids)
         self.choice = source, len(guesses), self.clock() - started
         self.before = self.look()
+        if guesses:
+            self.model.experts.verify()
         return guesses
 
     def look(self):
@@ -142,3 +144,5 @@ class Drafter(NoDraft):
     def verified(self, accepted):
         spent = [now - before for now, before in zip(self.look(), self.before, strict=True)]
         self.governor.note(*self.choice, accepted, *spent)
+        if self.model.experts.routes is not None:
+            self.model.experts.verified(1 + accepted)

@@ -21,6 +21,8 @@ def moe(model, layer, weights, x, residual):
         uses = rows_of_each(experts, starts)
     if model.trace:
         model.trace.record(layer, uses, len(x))
+    if model.experts.routes is not None:
+        model.experts.routes.append((layer, dict(zip(experts, rows_by_expert(starts, rows), strict=True))))
     with model.experts.request(layer, uses, len(x)) as request:
         look_ahead(model, layer + 1, residual)
         with model.profile.measure("expert-matmul"):
@@ -41,6 +43,11 @@ def moe(model, layer, weights, x, residual):
                 with model.profile.measure("expert-matmul"):
                     add_weighted(out, outputs, rows[start:stop], shares[start:stop])
     return out
+
+
+def rows_by_expert(starts, rows):
+    """Of what group_by_expert gives -> for each expert the list of its rows."""
+    return [part.tolist() for part in rows.tensor_split(starts[1:-1].tolist())]
 
 
 def compute(outputs, x, matrices, indices, starts, rows, base):

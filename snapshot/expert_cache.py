@@ -64,6 +64,7 @@ class ExpertCache:
         self.leaving = {}  # the same, of reads under way that turned out not to be needed
         self.planned = deque()  # (key, rows): guesses whose reads were not begun
         self.current = None  # the Request that is open
+        self.routes = None  # of a forward that verifies guesses: [(layer, {expert: its rows})]; else None
         self.lookahead = Lookahead("0" if self.takes_turns else lookahead, len(self.home))
         self.queue = ReadQueue(self.fill, max(MIN_DEPTH, disk.depth))
         self.is_closed = False
@@ -100,6 +101,17 @@ class ExpertCache:
         """Begin with the counts of another time."""
         for i, policy in enumerate(self.policies):
             policy.prime({key: uses for key, uses in counts.items() if self.home[key[0]] == i})
+
+    def verify(self):
+        """The next forward is over guesses: remember which row asked for what."""
+        self.routes = []
+
+    def verified(self, num_rows):
+        """Only the first num_rows of that forward count as uses."""
+        for layer, rows in self.routes:
+            wrong = {expert: sum(row >= num_rows for row in of_expert) for expert, of_expert in rows.items()}
+            self.policies[self.home[layer]].not_used(layer, {expert: count for expert, count in wrong.items() if count})
+        self.routes = None
 
     # --- slots ---
 
@@ -221,6 +233,7 @@ class ExpertCache:
 
     def wait_for_leaving(self):
         """Block until a slot comes free of a read that is not needed."""
+        assert self.leaving, "an expert is missing, and no slot will ever come free"
         for read in self.queue.wait(list(self.leaving.values())):
             self.settle(self.leaving.pop(read.key))
 

@@ -37,6 +37,7 @@ class AgedCounts:
 
     def __init__(self, num_experts, half_life):
         self.sums, self.half_life, self.unit = [0.0] * num_experts, half_life, 1.0
+        self.worth = 0.0  # of a use that was added last
 
     def add(self, uses, tokens):
         """uses {expert: rows} spread evenly over the next `tokens` tokens, the last of them being now."""
@@ -45,9 +46,14 @@ class AgedCounts:
         halvings = tokens / self.half_life
         self.unit *= 2.0 ** min(halvings, MOST_HALVINGS)
         # On average a row of a chunk is that much forgotten at its end.
-        worth = self.unit if tokens == 1 else self.unit * (1 - 2.0**-halvings) / (halvings * math.log(2))
+        self.worth = self.unit if tokens == 1 else self.unit * (1 - 2.0**-halvings) / (halvings * math.log(2))
         for expert, rows in uses.items():
-            self.sums[expert] += rows * worth
+            self.sums[expert] += rows * self.worth
+
+    def take_back(self, uses):
+        """Of what was added last, {expert: rows} did not count."""
+        for expert, rows in uses.items():
+            self.sums[expert] = max(0.0, self.sums[expert] - rows * self.worth)
 
 
 class LayerUses:
@@ -92,6 +98,13 @@ class ExpertPolicy:
         state.steady.add(uses, chunk_rows)
         for expert in uses:
             state.last_used[expert] = self.calls
+        state.ranking = None
+
+    def not_used(self, layer, uses):
+        """Of the layer's last call to `used`, {expert: rows} were guesses that turned out wrong."""
+        state = self.layers[layer]
+        state.recent.take_back(uses)
+        state.steady.take_back(uses)
         state.ranking = None
 
     def admit(self, key):
@@ -168,6 +181,9 @@ class LeastRecentlyUsed:
             self.last_used[layer, expert] = self.calls
             if expert in residents:
                 residents.move_to_end(expert)
+
+    def not_used(self, layer, uses):
+        """A use is a use: the expert was there last all the same."""
 
     def admit(self, key):
         layer, expert = key

@@ -53,8 +53,15 @@ def need_kernels(loaded):
     assert dispatch.candidates, loaded.kernels
 
 
-@pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("name", ["tiny", "glm_moe_dsa", "glm_moe_dsa_groups", "glm_moe_dsa_fp8"])
+SLOW = {("tiny", bits) for bits in ("int2_g16", "int3", "int4_row")}  # the small fixtures have these formats too
+CASES = [
+    pytest.param(name, bits, id=f"{name}-{bits}", marks=[pytest.mark.slow] if (name, bits) in SLOW else [])
+    for name in ("tiny", "glm_moe_dsa", "glm_moe_dsa_groups", "glm_moe_dsa_fp8")
+    for bits in BITS
+]
+
+
+@pytest.mark.parametrize(("name", "bits"), CASES)
 def test_the_same_bits_however_they_are_computed(folders, load, name, bits):
     loaded, ids = load(folders(name, bits), THREADS=1), ids_of(name)
     need_kernels(loaded)

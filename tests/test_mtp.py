@@ -135,8 +135,11 @@ class Right(NoDraft):
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS.values(), ids=SAMPLERS)
-@pytest.mark.parametrize("depth", ["auto", "1", "3", "8"])
-def test_the_same_ids_and_the_same_kv(model, sampler, depth):
+@pytest.mark.parametrize(
+    ("kernels", "depth"), [*(("native", d) for d in ("auto", "1", "3", "8")), ("reference", "3"), ("reference", "8")]
+)
+def test_the_same_ids_and_the_same_kv(load, kernels, sampler, depth):
+    model = load(FIXTURES / NAME, DRAFT="auto", KERNELS=kernels).model
     prompt = REF["greedy"]["prompt"]
     plain, plain_kv, _ = generate(model, prompt, 24, sampler, lambda *_: NoDraft())
     if sampler is SAMPLERS["greedy"]:
@@ -225,7 +228,7 @@ def test_whoever_stops_listening_can_go_on(load):
 def test_the_distribution_is_the_samplers_own(load):
     """Chi-square over many seeds: the second token, drafted or not, has the probabilities that the logits give it."""
     model = load(FIXTURES / NAME, DRAFT="auto").model
-    prompt, num_seeds = REF["greedy"]["prompt"], 800
+    prompt, num_seeds = REF["greedy"]["prompt"], 400
     kv = KvState(model.config, 20)
     step(model, [(prompt[:-1], kv)])
     first = REF["greedy"]["continuation"][0]
@@ -256,6 +259,32 @@ def test_the_distribution_is_the_samplers_own(load):
     observed.append(num_seeds - sum(observed))
     chi = sum((o - e) ** 2 / e for o, e in zip(observed, expected, strict=True))
     assert chi < 26.1  # 8 degrees of freedom: one in a thousand is above
+
+
+@pytest.mark.parametrize("wrong", [True, False])
+def test_only_accepted_tokens_are_learned_from(load, wrong):
+    """Experts that rows of wrong guesses asked for do not count as used."""
+    model = load(EMBEDDED_SNAPSHOT, DRAFT="auto").model
+    prompt, num_layers = TINY["prompt_ids"], len(model.config.sparse_layers)
+    known = TINY["full_ids"]
+
+    class Guesser(Drafter):
+        def propose(self, ids, max_tokens):
+            super().propose(ids, 0)
+            guesses = known[len(ids) : len(ids) + min(3, max_tokens)]
+            self.choice = "MTP", len(guesses), 0.0
+            if guesses:
+                self.model.experts.verify()
+            return [(guess + wrong) % 300 for guess in guesses]
+
+    kv, counters = KvState(model.config, 100), DecodeCounters()
+    draft = Guesser(model, kv, Governor("3"))
+    list(spec_decode(model, kv, prompt, Sampler(), 40, (), draft, None, counters))
+    assert (counters.accepted == 0) == wrong and model.experts.routes is None
+    uses = sum(total for (layer, _), total in model.experts.counts().items() if layer < model.config.num_layers)
+    # 46 tokens of the text went through, each with 4 experts a layer, less what 512 tokens' half-life took of them.
+    per_token = uses / num_layers / 4
+    assert 0.75 * 46 < per_token <= 46
 
 
 # --- n-grams ----------------------------------------------------------------------------------------------------------
