@@ -392,7 +392,9 @@ def test_a_chat_on_a_terminal(keyboard):
     keyboard.wait_for(rb"\[chat\] stopped; .*> ")
     keyboard.type(b"stats\n")
     keyboard.wait_for(rb"\[stats\] 2 answers.*> ")
-    keyboard.type(b"half a mess\x03")
+    keyboard.type(b"half a mess")
+    keyboard.wait_for(rb"half a mess")  # a signal that comes before the line is being read is seen with the next key
+    keyboard.type(b"\x03")
     assert b"Traceback" not in keyboard.wait_for(rb"goodbye")
     assert keyboard.process.wait(timeout=60) == 0
 
