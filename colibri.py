@@ -28,13 +28,18 @@ def main(arguments):
     if {"-h", "--help"} & set(arguments):
         print(USAGE)
         return 0
+    return exit_code("colibri", lambda: run(Settings.read(arguments)))
+
+
+def exit_code(name, work):
+    """Do `work` -> its exit code; what ends it early is said in one line that begins with `name`."""
     signal.signal(signal.SIGTERM, terminate)
     try:
-        code = run(Settings.read(arguments))
+        code = work()
         sys.stdout.flush()  # while a failure can still be told
         return code
     except Refused as error:
-        print(f"colibri: {error}", file=sys.stderr)
+        print(f"{name}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as error:
         return 143 if isinstance(error, Terminated) else 130
@@ -45,7 +50,7 @@ def main(arguments):
         # A folder that may not be entered, a name too long, a full disk behind stdout.
         drop_stdout()
         where = f"{error.filename}: " if error.filename else ""
-        print(f"colibri: {Refused(where + (error.strerror or str(error)))}", file=sys.stderr)
+        print(f"{name}: {Refused(where + (error.strerror or str(error)))}", file=sys.stderr)
         return 2
 
 

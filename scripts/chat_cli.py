@@ -31,7 +31,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from colibri import Terminated, drop_stdout, terminate
+from colibri import Terminated, exit_code
 from engine.decode import DecodeCounters, spec_decode
 from engine.draft import Drafter
 from engine.load import check_folder, load_model, open_snapshot
@@ -368,28 +368,14 @@ def main(arguments):
     parser.add_argument("arguments", nargs="*", metavar="N", help="cap, expert_bits and dense_bits of colibri.py")
     parser.add_argument("--prompt", metavar="TEXT", help="one message: its answer, and the end")
     args = parser.parse_args(arguments)
-    signal.signal(signal.SIGTERM, terminate)
-    try:
+
+    def work():
         settings = Settings.read(args.arguments, ngen=DEFAULT_NGEN)
         if args.prompt is not None and not args.prompt.strip():
             raise Refused("--prompt is empty; give it some text, or leave it out to chat")
-        prompt = None if args.prompt is None else utf8(args.prompt, "--prompt")
-        code = run(settings, prompt)
-        sys.stdout.flush()  # while a failure can still be told
-        return code
-    except Refused as error:
-        print(f"chat: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt as error:
-        return 143 if isinstance(error, Terminated) else 130
-    except BrokenPipeError:
-        drop_stdout()
-        return 141
-    except OSError as error:
-        drop_stdout()
-        where = f"{error.filename}: " if error.filename else ""
-        print(f"chat: {Refused(where + (error.strerror or str(error)))}", file=sys.stderr)
-        return 2
+        return run(settings, None if args.prompt is None else utf8(args.prompt, "--prompt"))
+
+    return exit_code("chat", work)
 
 
 if __name__ == "__main__":
