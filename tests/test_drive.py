@@ -272,15 +272,17 @@ def test_a_drive_that_fails_is_left_out(places):
 
 @pytest.mark.parametrize("broken", ["snapshot", "mirror"])
 def test_many_threads_and_a_drive_that_breaks(mirror, monkeypatch, broken):
-    """Eight threads read all experts four times, and midway one copy gives errors only."""
+    """Eight threads read all experts four times, and halfway one copy begins to give errors only."""
     monkeypatch.setattr(reader_module, "PAUSES", (0, 0))
     bad = os.stat((mirror if broken == "mirror" else FIXTURES / NAME) / "model.safetensors")
-    calls = []
+    meet, halfway, is_met = threading.Barrier(8), threading.Event(), threading.Event()
 
     def preadv(descriptor, *call):
-        calls.append(descriptor)
-        if len(calls) > 40 and os.path.samestat(os.fstat(descriptor), bad):
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        if halfway.is_set():
+            if os.path.samestat(os.fstat(descriptor), bad):
+                is_met.set()
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            is_met.wait(30)  # the good copy is busy until somebody asks the other
         return os.preadv(descriptor, *call)
 
     reader = Reader(preadv)
@@ -292,11 +294,15 @@ def test_many_threads_and_a_drive_that_breaks(mirror, monkeypatch, broken):
     def work(i):
         size = disk.max_expert_bytes
         buffer = memoryview(Arena(size).memory)[:size]
-        for key in list(disk.places)[i::8] * 4:
-            disk.read(*key, buffer)
-            for run in disk.places[key].runs:
-                if buffer[run.at :][: run.num_bytes] != data[run.offset :][: run.num_bytes]:
-                    wrong.append(key)
+        for turn in range(4):
+            if turn == 2:
+                meet.wait()
+                halfway.set()
+            for key in list(disk.places)[i::8]:
+                disk.read(*key, buffer)
+                for run in disk.places[key].runs:
+                    if buffer[run.at :][: run.num_bytes] != data[run.offset :][: run.num_bytes]:
+                        wrong.append(key)
 
     threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
     with warnings.catch_warnings(record=True) as caught:
