@@ -20,7 +20,7 @@ VARIABLES = (
 ).split()
 
 # What may run the arithmetic; a test holds this and kernels/dispatch.py equal, for torch is slow to import here.
-KERNELS = ("native", "reference", "avx512vnni", "avx512", "avx2", "neondot", "neon", "portable")
+KERNELS = ("native", "reference", "avx512amx", "avx512vnni", "avx512", "avx2", "neondot", "neon", "portable")
 
 READ_MODES = ("auto", "direct", "buffered")
 LOOKAHEADS = ("auto", "0", "1")

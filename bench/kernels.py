@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from kernels.build import best_variant, find_library
-from kernels.native import Native
+from kernels.build import VARIANTS, usable_variants
+from kernels.dispatch import open_library
 from kernels.packing import FORMATS, FP8, pack_rows, quantise_blocks, view_weight
 from settings import Settings
 from snapshot.arena import Arena, line_end
@@ -38,8 +38,8 @@ EXPERTS = 8
 class Bench:
     """One library, its threads, and a clock."""
 
-    def __init__(self, threads):
-        self.native = Native(find_library(Settings.read([]).cache / "kernels", best_variant()))
+    def __init__(self, threads, variants):
+        self.native = open_library(variants, Settings.read([]).cache / "kernels")
         self.native.set_threads(threads)
         torch.set_num_threads(threads)
         self.clock = time.thread_time if threads == 1 else time.perf_counter
@@ -124,8 +124,9 @@ def main(arguments=None):
     parser.add_argument("--threads", type=int, default=num_threads())
     parser.add_argument("--rows", type=lambda text: [int(n) for n in text.split(",")], default=ROWS)
     parser.add_argument("--only", type=lambda text: text.split(","), default=NAMES)
+    parser.add_argument("--kernels", choices=VARIANTS, help="a set of instructions, else the best")
     args = parser.parse_args(arguments)
-    bench = Bench(args.threads)
+    bench = Bench(args.threads, [args.kernels] if args.kernels else usable_variants())
     print(f"{bench.native.name}, {args.threads} thread{'s' * (args.threads > 1)}, matrices {WIDTH} x {HIDDEN}")
     print(f"plain read of memory: {bench.read():.1f} GB/s\n")
     print("linear     " + "".join(f"{f'{count} row' + 's' * (count > 1):>21} " for count in args.rows))

@@ -25,6 +25,7 @@ AVX512 = (*AVX2, "avx512f", "avx512bw", "avx512dq", "avx512vl")
 NEON = ("asimd",)
 NEONDOT = (*NEON, "asimddp")
 VARIANTS = {
+    "avx512amx": (*AVX512, "avx512vnni", "amx-tile", "amx-int8"),
     "avx512vnni": (*AVX512, "avx512vnni"),
     "avx512": AVX512,
     "avx2": AVX2,
@@ -53,13 +54,13 @@ def processor_flags():
     except OSError:
         return set(baseline)
     flags = next((line for line in lines if line.startswith(("flags", "Features"))), ":")
-    return {*baseline, *flags.partition(":")[2].replace("avx512_", "avx512").split()}
+    return {*baseline, *flags.partition(":")[2].replace("avx512_", "avx512").replace("amx_", "amx-").split()}
 
 
-def best_variant():
-    """The fastest set of instructions of this processor."""
+def usable_variants():
+    """The sets of instructions of this processor, the fastest first."""
     has = processor_flags()
-    return next(name for name, needs in VARIANTS.items() if has.issuperset(needs))
+    return [name for name, needs in VARIANTS.items() if has.issuperset(needs)]
 
 
 def machine_flags(variant, command):

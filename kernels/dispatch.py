@@ -8,7 +8,7 @@ import time
 import torch
 
 from kernels import reference
-from kernels.build import VARIANTS, BuildError, best_variant, find_library
+from kernels.build import VARIANTS, BuildError, NoCompiler, find_library, usable_variants
 from kernels.native import Native
 
 CHOICES = ("native", "reference", *VARIANTS)
@@ -28,10 +28,7 @@ def start(choice, folder, threads=1):
         return "[kernels] plain torch (KERNELS=reference)"
     started = time.monotonic()
     try:
-        path = find_library(folder, best_variant() if choice in (None, "native") else choice)
-        if path not in opened:
-            opened[path] = Native(path)
-        native = opened[path]
+        native = open_library(usable_variants() if choice in (None, "native") else [choice], folder)
     except (BuildError, OSError) as error:
         return f"[kernels] plain torch, which is slow: {error}"
     native.set_threads(threads)
@@ -40,6 +37,23 @@ def start(choice, folder, threads=1):
     seconds = time.monotonic() - started
     compiled = f", compiled in {seconds:.0f} s" if seconds > 1 else ""  # finding a library takes milliseconds
     return f"[kernels] {native.name}, {threads} thread{'s' if threads > 1 else ''}{compiled}"
+
+
+def open_library(variants, folder):
+    """The first set of instructions that can be compiled and that this system lets run -> Native. The complaint about
+    the first one where there is none: BuildError, OSError."""
+    problem = None
+    for variant in variants:
+        try:
+            path = find_library(folder, variant)
+            if path not in opened:
+                opened[path] = Native(path)
+            return opened[path]
+        except (BuildError, OSError) as error:
+            problem = problem or error
+            if isinstance(error, NoCompiler):
+                break
+    raise problem
 
 
 def first(operation, *arguments):

@@ -1,4 +1,5 @@
-/* The kernels for one set of instructions: compiled with NAME and one of AVX512VNNI, AVX512, AVX2 defined, or none. */
+/* The kernels for one set of instructions: compiled with NAME and one of AVX512AMX, AVX512VNNI, AVX512, AVX2 ...
+ * defined, or none. */
 #define _GNU_SOURCE
 #include <stdlib.h>
 
@@ -32,11 +33,17 @@ static void prepare_row(void *context, int64_t row) {
 
 enum { STREAMS = 1, TILES = 2 };
 
-/* x [count, columns] as weights like `w` want it. Free in->memory. Returns 1 when there is no memory. */
 typedef struct {
     input_t in;
-    void *memory;
+    void *memory, *blocks;
 } prepared_t;
+
+static void free_prepared(prepared_t *p) {
+    free(p->memory);
+    free(p->blocks);
+}
+
+/* x [count, columns] as weights like `w` want it. Returns 1 when there is no memory. */
 
 static int prepare(prepared_t *out, const weight_t *w, const float *x, int64_t count, int64_t x_stride, int layouts) {
     int64_t columns = w->columns, padded = up_to(columns, BLOCK_COLUMNS), segments = padded / SEGMENT;
@@ -45,24 +52,77 @@ static int prepare(prepared_t *out, const weight_t *w, const float *x, int64_t c
     memset(in, 0, sizeof *in);
     in->acts.kind = w->kind, in->acts.count = count, in->acts.columns = columns, in->acts.padded = padded;
     in->x = x, in->x_stride = x_stride;
-    out->memory = NULL;
+    out->memory = out->blocks = NULL;
     if (!rounds && !pads) return 0;
-    int64_t codes = count * padded, bytes = pads ? 4 * count * up_to(columns, 32) : 3 * codes + 8 * count * segments;
+    int is_odd = is_odd_group(w), streams = !is_odd && layouts & STREAMS, tiles = !is_odd && layouts & TILES;
+    int64_t codes = count * padded;
+    int64_t bytes = pads ? 4 * count * up_to(columns, 32) : (is_odd + !!streams + !!tiles) * codes + 8 * count * segments;
     if (posix_memalign(&out->memory, 64, (size_t)bytes)) return 1;
     prepare_t job = {in, x_stride, x, NULL};
     if (pads) {
         job.padded = out->memory, in->x = out->memory, in->x_stride = up_to(columns, 32);
     } else {
         int8_t *at = out->memory;
-        if (is_odd_group(w)) in->acts.plain = at;
-        else {
-            if (layouts & STREAMS) in->acts.streams = at;
-            if (layouts & TILES) in->acts.tiles = at + codes;
-        }
-        in->acts.scales = (float *)(at + 3 * codes);
+        if (is_odd) in->acts.plain = at, at += codes;
+        if (streams) in->acts.streams = at, at += codes;
+        if (tiles) in->acts.tiles = at, at += codes;
+        in->acts.scales = (float *)at;
         in->acts.sums = (int32_t *)(in->acts.scales + count * segments);
     }
     run_pieces(prepare_row, &job, count);
+    return 0;
+}
+
+/* For MATRICES: rows[starts[g]] up to rows[starts[g + 1]] of each group in blocks, where there are FEW or more. */
+typedef struct {
+    acts_t *acts;
+    const int64_t *rows, *starts;
+    int64_t groups;
+} blocks_job_t;
+
+INLINE int64_t blocks_of(const int64_t *starts, int64_t group) {
+    int64_t count = starts[group + 1] - starts[group];
+    return count < FEW ? 0 : (count + BLOCK_ROWS - 1) / BLOCK_ROWS;
+}
+INLINE int64_t blocks_before(const int64_t *starts, int64_t group) {
+    int64_t blocks = 0;
+    for (int64_t g = 0; g < group; g++) blocks += blocks_of(starts, g);
+    return blocks;
+}
+
+static void group_blocks(void *context, int64_t group) {
+    blocks_job_t *job = context;
+    acts_t *a = job->acts;
+    int64_t segments = a->padded / SEGMENT, block = blocks_before(job->starts, group);
+    int64_t from = job->starts[group] - job->starts[0], stop = from + job->starts[group + 1] - job->starts[group];
+    for (int64_t last = block + blocks_of(job->starts, group); block < last; block++, from += BLOCK_ROWS) {
+        int8_t *codes = a->blocks + block * BLOCK_ROWS * a->padded;
+        float *scales = a->block_scales + block * BLOCK_ROWS * segments;
+        const int64_t *rows = job->rows + from;
+        for (int64_t s = 0; s < segments; s++) {
+            vi r[BLOCK_ROWS];
+            for (int64_t i = 0; i < BLOCK_ROWS; i++) {
+                int is_row = from + i < stop;
+                r[i] = is_row ? vi_load((const int32_t *)(a->tiles + rows[i] * a->padded + s * SEGMENT)) : vi_zero();
+                scales[s * BLOCK_ROWS + i] = is_row ? a->scales[rows[i] * segments + s] : 0;
+            }
+            vi_transpose(r);
+            for (int64_t i = 0; i < BLOCK_ROWS; i++)
+                vi_store((int32_t *)(codes + (s * BLOCK_ROWS + i) * SEGMENT), r[i]);
+        }
+    }
+}
+
+static int make_blocks(prepared_t *p, const int64_t *rows, const int64_t *starts, int64_t groups) {
+    acts_t *a = &p->in.acts;
+    if (!MATRICES || !a->tiles) return 0;
+    free(p->blocks);
+    p->blocks = NULL;
+    int64_t count = BLOCK_ROWS * blocks_before(starts, groups);
+    if (posix_memalign(&p->blocks, 64, (size_t)(count * (a->padded + 4 * a->padded / SEGMENT)))) return 1;
+    a->blocks = p->blocks, a->block_scales = (float *)(a->blocks + count * a->padded);
+    blocks_job_t job = {a, rows, starts, groups};
+    run_pieces(group_blocks, &job, groups);
     return 0;
 }
 
@@ -84,9 +144,15 @@ static int prepare_for(inputs_t *inputs, const weight_t *w, const float *x, int6
     return prepare(&inputs->sorts[sort], w, x, count, x_stride, layouts);
 }
 INLINE const input_t *input_for(const inputs_t *inputs, const weight_t *w) { return &inputs->sorts[sort_of(w)].in; }
+static int blocks_for(inputs_t *inputs, const int64_t *rows, const int64_t *starts, int64_t groups) {
+    int failed = 0;
+    for (int i = 0; i < SORTS && !failed; i++)
+        if (inputs->made[i]) failed = make_blocks(inputs->sorts + i, rows, starts, groups);
+    return failed;
+}
 static void free_inputs(inputs_t *inputs) {
     for (int i = 0; i < SORTS; i++)
-        if (inputs->made[i]) free(inputs->sorts[i].memory);
+        if (inputs->made[i]) free_prepared(inputs->sorts + i);
     memset(inputs, 0, sizeof *inputs);
 }
 
@@ -127,14 +193,15 @@ static int linear(const linear_t *c) {
     if (prepare(&p, c->weight, c->x, c->count, c->x_stride, c->count < FEW ? STREAMS : TILES)) return 1;
     int64_t few[FEW], *rows = c->count <= FEW ? few : malloc((size_t)(8 * c->count));
     if (!rows) {
-        free(p.memory);
+        free_prepared(&p);
         return 1;
     }
     for (int64_t i = 0; i < c->count; i++) rows[i] = i;
-    linear_job_t job = {c, &p.in, rows, 0};
-    run_pieces(linear_piece, &job, (c->weight->rows + PIECE_ROWS - 1) / PIECE_ROWS);
+    const int64_t starts[] = {0, c->count};
+    linear_job_t job = {c, &p.in, rows, make_blocks(&p, rows, starts, 1)};
+    if (!job.failed) run_pieces(linear_piece, &job, (c->weight->rows + PIECE_ROWS - 1) / PIECE_ROWS);
     if (rows != few) free(rows);
-    free(p.memory);
+    free_prepared(&p);
     return job.failed;
 }
 

@@ -1,6 +1,13 @@
 /* The door of the library. */
 #include "colibri.h"
 #include "pool.h"
+#ifdef AVX512AMX
+#define AVX512VNNI
+#include <sys/syscall.h>
+#include <unistd.h>
+#define ARCH_REQ_XCOMP_PERM 0x1023 /* of asm/prctl.h */
+#define XFEATURE_XTILEDATA 18
+#endif
 #if defined(NEONDOT) && defined(__linux__)
 #include <sys/auxv.h>
 #endif
@@ -22,6 +29,10 @@ EXPORT const kernels_t *colibri_kernels(void) {
 #endif
 #if defined(AVX512VNNI)
     if (!__builtin_cpu_supports("avx512vnni")) return 0;
+#endif
+#if defined(AVX512AMX)
+    /* Linux lets a process use tiles after it has asked. */
+    if (syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA)) return 0;
 #endif
 #if defined(NEONDOT) && defined(__linux__)
     if (!(getauxval(AT_HWCAP) & HWCAP_ASIMDDP)) return 0;

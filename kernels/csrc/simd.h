@@ -3,10 +3,13 @@
  * Every kernel is written once against these few operations. A lane always does the same arithmetic in the same order
  * (fused multiply-add included), so results are equal bit by bit whichever set of instructions runs them.
  *
- * One of AVX512VNNI, AVX512, AVX2, NEONDOT, NEON or none (plain C) is defined by the build for each copy of the
- * kernels.
+ * One of AVX512AMX, AVX512VNNI, AVX512, AVX2, NEONDOT, NEON or none (plain C) is defined by the build for each copy of
+ * the kernels. AVX512AMX is AVX512VNNI and tiles for many rows (integer.inc).
  */
 #pragma once
+#ifdef AVX512AMX
+#define AVX512VNNI
+#endif
 #include <float.h>
 #include <math.h>
 #include <stdint.h>
