@@ -168,6 +168,7 @@ typedef struct {
     const linear_t *call;
     const input_t *in;
     const int64_t *rows;
+    int64_t piece_rows;
     int failed;
 } linear_job_t;
 
@@ -175,7 +176,7 @@ static void linear_piece(void *context, int64_t piece) {
     linear_job_t *job = context;
     const linear_t *c = job->call;
     const weight_t *w = c->weight;
-    int64_t row = piece * PIECE_ROWS, stop = row + PIECE_ROWS < w->rows ? row + PIECE_ROWS : w->rows;
+    int64_t row = piece * job->piece_rows, stop = row + job->piece_rows < w->rows ? row + job->piece_rows : w->rows;
     uint8_t *scratch = thread_scratch(work_bytes(w));
     if (!scratch) {
         job->failed = 1;
@@ -198,8 +199,9 @@ static int linear(const linear_t *c) {
     }
     for (int64_t i = 0; i < c->count; i++) rows[i] = i;
     const int64_t starts[] = {0, c->count};
-    linear_job_t job = {c, &p.in, rows, make_blocks(&p, rows, starts, 1)};
-    if (!job.failed) run_pieces(linear_piece, &job, (c->weight->rows + PIECE_ROWS - 1) / PIECE_ROWS);
+    int64_t each = c->count >= MANY ? MANY_PIECE_ROWS : PIECE_ROWS;
+    linear_job_t job = {c, &p.in, rows, each, make_blocks(&p, rows, starts, 1)};
+    if (!job.failed) run_pieces(linear_piece, &job, (c->weight->rows + each - 1) / each);
     if (rows != few) free(rows);
     free_prepared(&p);
     return job.failed;
