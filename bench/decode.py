@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import torch
@@ -28,6 +28,7 @@ from forward.kv_state import KvState
 from forward.step import step
 from kernels import dispatch
 from kernels.native import Native
+from kernels.packing import Weight
 from settings import EMBEDDED_SNAPSHOT, Settings
 from snapshot.arena import Arena
 from snapshot.expert_prefetch import Lookahead
@@ -66,12 +67,13 @@ def weight_bytes(model):
     matrices, c = [], model.config
     for layer, weights in enumerate(model.weights.layers):
         attention = weights.attention
-        matrices += [attention.q_a, attention.q_b, attention.kv_a, attention.kv_b, attention.o]
+        parts = [getattr(attention, field.name) for field in fields(attention)]
+        matrices += [part for part in parts if isinstance(part, Weight)]
         if weights.indexer:
             matrices += [weights.indexer.q_b, weights.indexer.k, weights.indexer.head_weights]
         mlp = weights.mlp
         if isinstance(mlp, MoeWeights):
-            matrices += [mlp.router, mlp.shared.gate, mlp.shared.up, mlp.shared.down]
+            matrices += [mlp.router, *([mlp.shared.gate, mlp.shared.up, mlp.shared.down] if mlp.shared else [])]
             with model.experts.request(layer, {0: 1}) as request:
                 [[(_, three)]] = request.ready(0, 1)
             matrices += [*three] * c.num_active_experts

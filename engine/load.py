@@ -206,7 +206,7 @@ def mtp_notices(resident):
 def list_notices(settings, config, resident, plan):
     """What is never silent: each thing that makes this run differ from the plain one, in a line."""
     notices = []
-    if not resident.has_indexer:
+    if config.indexer_types and not resident.has_indexer:
         notices.append(
             f"[DSA] the snapshot holds no indexer: attention is dense, and answers differ from the reference beyond "
             f"{config.index_topk} positions"

@@ -108,7 +108,7 @@ def identify(opened):
         sizes[name] = max(sizes.get(name, 0), entry.offset + entry.num_bytes)
     parts = [read_file(opened.folder / "config.json"), json.dumps(sorted(sizes.items())).encode()]
     for layer in opened.config.sparse_layers[:1]:
-        name, _ = resident.family.router_tensors(opened.config, layer)["router"]
+        name, _ = resident.layer_tables(layer)["router"]["router"]
         entry = resident.stored[name]
         parts.append(bytearray(min(entry.num_bytes, ROUTER_BYTES)))
         opened.reader.read_into(entry.path, entry.offset, memoryview(parts[-1]), f"tensor {name}")

@@ -46,8 +46,12 @@ def make_chunk(config, pieces):
         segments.append(Segment(kv, kv.length, len(ids), len(ids) + len(piece)))
         ids += piece
     positions = torch.cat([segment.positions for segment in segments])
-    cos, sin = rope_angles(positions, config.rope_theta, config.rope_head_dim)
-    return Chunk(torch.tensor(ids), tuple(segments), cos, sin)
+    return Chunk(torch.tensor(ids), tuple(segments), *angles(config, positions))
+
+
+def angles(config, positions):
+    """cos and sin [T, rope_head_dim / 2] of positions [T]."""
+    return rope_angles(positions, torch.tensor(config.rope.frequencies), config.rope.factor)
 
 
 def split_batch(batch, max_rows):

@@ -1,7 +1,8 @@
 """The mutable timeline of one sequence: what attention remembers of its tokens.
 
-For each position and layer the normed latent (kv_lora_rank floats) and the rotated shared key (rope_head_dim); for
-each layer that runs an indexer its key (index_head_dim). There is a row for every layer and one more for the
+For each position and layer the normed latent (kv_lora_rank floats) and the rotated shared key (rope_head_dim); with
+grouped queries the rotated keys stand in place of the latents, and the values in place of the shared keys. For each
+layer that runs an indexer its key (index_head_dim). There is a row for every layer and one more for the
 multi-token-prediction layer. float32. Pages cost memory only once written, so a long capacity is cheap.
 """
 
@@ -14,8 +15,8 @@ import torch
 class LayerKv:
     """One layer of a KvState, bound at its current length: `append` writes there, and returns all up to the new end."""
 
-    latents: torch.Tensor  # [capacity, kv_lora_rank]
-    rope_keys: torch.Tensor  # [capacity, rope_head_dim]
+    latents: torch.Tensor  # [capacity, kv_lora_rank], or all keys side by side
+    rope_keys: torch.Tensor  # [capacity, rope_head_dim], or all values
     index_keys: torch.Tensor | None  # [capacity, index_head_dim] on layers with an indexer
     length: int
 
@@ -43,8 +44,7 @@ class KvState:
         self.config, self.capacity, self.length = config, capacity, 0
         self.mtp_base = self.mtp_length = 0
         rows = config.num_layers + 1
-        self.latents = torch.empty(rows, capacity, config.kv_lora_rank)
-        self.rope_keys = torch.empty(rows, capacity, config.rope_head_dim)
+        self.latents, self.rope_keys = (torch.empty(rows, capacity, width) for width in config.kv_widths)
         full = [i for i in range(rows) if config.layer_is_full(i)]
         self.index_rows = {layer: row for row, layer in enumerate(full)}
         self.index_keys = torch.empty(len(full), capacity, config.index_head_dim)
@@ -54,7 +54,7 @@ class KvState:
         """Bytes of a state of that capacity, fully written."""
         rows = config.num_layers + 1
         full = sum(config.layer_is_full(i) for i in range(rows))
-        floats = rows * (config.kv_lora_rank + config.rope_head_dim) + full * config.index_head_dim
+        floats = rows * sum(config.kv_widths) + full * config.index_head_dim
         return 4 * capacity * floats
 
     @property

@@ -1,5 +1,6 @@
 """One decoder layer: norm, attention, add, norm, moe or mlp, add."""
 
+from forward.attention.gqa import gqa
 from forward.attention.mla import mla
 from forward.mlp import mlp
 from forward.moe import moe
@@ -14,7 +15,10 @@ def layer_forward(model, layer, weights, x, chunk, selections):
     look_ahead(model, layer, x)
     with model.profile.measure("attention"):
         normed = rms_norm(x, attention.input_norm, config.rms_norm_eps)
-        out, selections = mla(config, layer, attention, weights.indexer, normed, chunk, selections)
+        if config.attention == "mla":
+            out, selections = mla(config, layer, attention, weights.indexer, normed, chunk, selections)
+        else:
+            out = gqa(config, layer, attention, normed, chunk)
         normed = rms_norm(out, attention.post_norm, config.rms_norm_eps, added=x)
     if isinstance(weights.mlp, MoeWeights):
         return moe(model, layer, weights.mlp, normed, out).add_(out), selections

@@ -26,7 +26,8 @@ def moe(model, layer, weights, x, residual):
     with model.experts.request(layer, uses, len(x)) as request:
         look_ahead(model, layer + 1, residual)
         with model.profile.measure("expert-matmul"):
-            out = mlp(x, weights.shared.gate, weights.shared.up, weights.shared.down)
+            shared = weights.shared
+            out = mlp(x, shared.gate, shared.up, shared.down) if shared else torch.zeros_like(x)
         for first, last in cut(starts.tolist(), OUTPUT_BYTES // (4 * x.shape[1])):
             start, stop = starts[first], starts[last]
             outputs = None

@@ -10,11 +10,10 @@ A chain of drafts feeds s back as the hidden row, with the drafted token. DeepSe
 
 import torch
 
-from forward.chunk import Chunk, Segment
+from forward.chunk import Chunk, Segment, angles
 from forward.embed import embed
 from forward.layer_forward import layer_forward
 from kernels.dispatch import linear, rms_norm
-from kernels.reference import rope_angles
 
 
 @torch.inference_mode()
@@ -25,8 +24,8 @@ def mtp(model, kv, tokens, hidden):
     stop = first + len(tokens)
     if stop > kv.capacity:
         raise ValueError(f"{len(tokens)} more slots do not fit the {kv.capacity} of a KV state with {first}")
-    cos, sin = rope_angles(torch.arange(first, stop), config.rope_theta, config.rope_head_dim)
-    chunk = Chunk(torch.tensor(tokens), (Segment(kv, first, 0, len(tokens)),), cos, sin)
+    segments = (Segment(kv, first, 0, len(tokens)),)
+    chunk = Chunk(torch.tensor(tokens), segments, *angles(config, torch.arange(first, stop)))
     words = rms_norm(embed(weights.embed, chunk.ids), weights.embed_norm, config.rms_norm_eps)
     known = rms_norm(hidden, weights.hidden_norm, config.rms_norm_eps)
     x = linear(torch.cat([words, known], dim=-1), weights.input_proj)

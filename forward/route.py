@@ -10,8 +10,13 @@ from kernels.dispatch import group_by_expert, linear, rms_norm
 
 def route(config, weights, x):
     """x [T, D] -> (expert ids [T, A] ascending, weights [T, A]); the router works in float32."""
+    logits = linear(x, weights.router, weights.logit_bias)
+    if config.router == "softmax":
+        return dispatch.route_softmax(
+            logits, config.num_active_experts, config.normalise_weights, config.routed_scaling, config.expert_mass
+        )
     return dispatch.route(
-        linear(x, weights.router),
+        logits,
         weights.router_bias,
         config.num_active_experts,
         config.num_groups,

@@ -58,7 +58,8 @@ def open_library(variants, folder):
 
 def first(operation, *arguments):
     for candidate in candidates:
-        result = getattr(candidate, operation)(*arguments)
+        kernel = getattr(candidate, operation, None)  # not every operation is written in C
+        result = kernel and kernel(*arguments)
         if result is not None:
             return result
     return getattr(reference, operation)(*arguments)
@@ -94,6 +95,11 @@ def absorbed_attention(queries, kv_b, latents, rope_keys, position, selection, v
     return first("absorbed_attention", queries, kv_b, latents, rope_keys, position, selection, value_dim, scale)
 
 
+def grouped_attention(queries, keys, values, position, window=0, sinks=None, scale=1.0):
+    """As reference.grouped_attention."""
+    return first("grouped_attention", queries, keys, values, position, window, sinks, scale)
+
+
 def index_scores(queries, head_weights, keys):
     """As reference.index_scores."""
     return first("index_scores", queries, head_weights, keys)
@@ -114,14 +120,19 @@ def layer_norm(x, weight, bias, eps):
     return first("layer_norm", x, weight, bias, eps)
 
 
-def rotate(x, first_column, cos, sin):
-    """As reference.rotate."""
-    return first("rotate", x, first_column, cos, sin)
+def rotate(x, first_column, cos, sin, interleaved=True):
+    """As reference.rotate, or as reference.rotate_halves where pairs do not lie side by side."""
+    return first("rotate" if interleaved else "rotate_halves", x, first_column, cos, sin)
 
 
 def route(logits, bias, num_active, num_groups, num_active_groups, normalise, scaling, mass=0.0):
     """As reference.route."""
     return first("route", logits, bias, num_active, num_groups, num_active_groups, normalise, scaling, mass)
+
+
+def route_softmax(logits, num_active, normalise, scaling, mass=0.0):
+    """As reference.route_softmax."""
+    return first("route_softmax", logits, num_active, normalise, scaling, mass)
 
 
 def group_by_expert(chosen, shares, num_experts):

@@ -2,7 +2,8 @@
 
 Pure functions of arrays. Activations are float32. Ties go to the lowest index, everywhere.
 
-T rows, S key positions, D columns, H heads, K chosen positions or experts, L latent width, R rotary width.
+T rows, S key positions, D columns, H heads, G groups of heads, K chosen positions or experts, L latent width, R rotary
+width.
 """
 
 import torch
@@ -97,11 +98,11 @@ def silu_product(gate, up):
     return F.silu(gate) * up
 
 
-def rope_angles(positions, theta, width):
-    """cos and sin [T, width / 2] of position * theta^(-2j / width)."""
-    inv_freq = 1.0 / theta ** (torch.arange(0, width, 2, dtype=torch.float32) / width)
-    angles = positions.float()[:, None] * inv_freq
-    return angles.cos(), angles.sin()
+def rope_angles(positions, frequencies, factor=1.0):
+    """cos and sin [T, R / 2] of position * frequency, times a factor; frequencies float32 [R / 2]."""
+    angles = positions.float()[:, None] * frequencies
+    cos, sin = angles.cos(), angles.sin()
+    return (cos, sin) if factor == 1.0 else (cos * factor, sin * factor)
 
 
 def rope_interleaved(x, cos, sin):
@@ -120,6 +121,21 @@ def rotate(x, first, cos, sin):
     """Columns first .. first + R of x [T, ..., D] turned in place by cos and sin [T, R/2], as rope_interleaved -> x."""
     part = x[..., first : first + 2 * cos.shape[1]]
     part.copy_(rope_interleaved(part, cos, sin))
+    return x
+
+
+def rope_halves(x, cos, sin):
+    """Rotate pairs (x[j], x[j + R/2]); x [T, ..., R], cos and sin [T, R/2]."""
+    shape = (x.shape[0],) + (1,) * (x.dim() - 2) + (-1,)
+    cos, sin = cos.view(shape), sin.view(shape)
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+
+
+def rotate_halves(x, first, cos, sin):
+    """Columns first .. first + R of x [T, ..., D] turned in place by cos and sin [T, R/2], as rope_halves -> x."""
+    part = x[..., first : first + 2 * cos.shape[1]]
+    part.copy_(rope_halves(part, cos, sin))
     return x
 
 
@@ -170,7 +186,20 @@ def route_sigmoid(scores, bias, num_active, num_groups, num_active_groups, norma
         kept = top_k_mask(group_scores, num_active_groups)
         choice = grouped.masked_fill(~kept[..., None], -torch.inf).flatten(1)
     experts = top_k_indices(choice, num_active)
-    weights = scores.gather(1, experts)
+    return experts, expert_weights(scores.gather(1, experts), normalise, scaling, mass)
+
+
+def route_softmax(logits, num_active, normalise, scaling, mass=0.0):
+    """The softmax router: of the probabilities of all experts the largest -> (expert ids [T, A] ascending, weights
+    [T, A]). Normalised, they are the softmax of the chosen logits alone. mass as of route_sigmoid."""
+    scores = logits.softmax(-1)
+    experts = top_k_indices(logits, num_active)
+    return experts, expert_weights(scores.gather(1, experts), normalise, scaling, mass)
+
+
+def expert_weights(scores, normalise, scaling, mass):
+    """Scores of the chosen experts [T, A] -> their weights; mass as of route_sigmoid."""
+    weights = scores
     if 0 < mass < 1:
         ordered, order = weights.sort(dim=-1, descending=True, stable=True)
         enough = ordered.cumsum(-1) - ordered >= mass * ordered.sum(-1, keepdim=True)
@@ -178,7 +207,7 @@ def route_sigmoid(scores, bias, num_active, num_groups, num_active_groups, norma
         weights = weights.scatter(1, order, ordered.masked_fill(enough, 0.0))
     if normalise:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    return experts, weights * scaling
+    return weights * scaling
 
 
 def group_by_expert(chosen, shares, num_experts):
@@ -254,3 +283,26 @@ def latent_attention(q_latent, q_rope, latents, rope_keys, allowed, scale):
     scores = q_latent @ latents.transpose(-1, -2) + q_rope @ rope_keys.transpose(-1, -2)
     scores = (scores * scale).masked_fill_(~allowed[:, None, :], -torch.inf)
     return scores.softmax(-1) @ latents
+
+
+def grouped_attention(queries, keys, values, position, window=0, sinks=None, scale=1.0):
+    """Grouped-query attention of T new rows of one sequence: G groups of H / G heads, each with one key and value.
+
+    queries [T, H, D]; keys [S, G, D] and values [S, G, V] of all positions, the new ones included. Row t is position
+    `position` + t and sees the positions up to its own, of these the last `window` where that is above 0. sinks [H]:
+    one more score of each head, in the softmax alone. -> [T, H, V].
+
+    Row by row, over what the row sees and nothing else: so a row gets the same bits in any company.
+    """
+    T, H, D = queries.shape
+    G, V = values.shape[1:]
+    keys, values, out = keys.permute(1, 2, 0), values.transpose(0, 1), torch.empty(T, H, V)
+    queries = queries.reshape(T, G, H // G, D) * scale
+    for t in range(T):
+        seen = slice(max(0, position + t + 1 - window) if window else 0, position + t + 1)
+        scores = queries[t] @ keys[:, :, seen]  # [G, H / G, what is seen]
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.view(G, -1, 1)], dim=-1)
+        shares = scores.softmax(-1)[..., : seen.stop - seen.start]
+        out[t] = (shares @ values[:, seen]).view(H, V)
+    return out

@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 from snapshot import families
 from snapshot.errors import Refused, shorten, show
 from snapshot.reader import read_file
+from snapshot.rope import Rope
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """The numbers of one model, by the field's names. Widths are columns, counts are per layer."""
 
@@ -23,35 +24,50 @@ class ModelConfig:
     rms_norm_eps: float
     tie_word_embeddings: bool
     stop_ids: tuple[int, ...]
-    text_prefix: tuple[str, ...]  # special tokens that begin every text of this family
-    num_mtp_layers: int
-    # attention (MLA)
+    text_prefix: tuple[str, ...] = ()  # special tokens that begin every text of this family
+    num_mtp_layers: int = 0
+    # attention: "mla" keeps a latent and a rotary key of each position, "gqa" the keys and values of num_kv_heads
+    attention: str
     num_heads: int
-    q_lora_rank: int
-    kv_lora_rank: int
-    nope_head_dim: int
-    rope_head_dim: int
+    nope_head_dim: int  # columns of a query's head that are not rotary
+    rope_head_dim: int  # those that are: behind the others in MLA, before them in GQA
     v_head_dim: int
-    rope_theta: float
-    latent_norm_eps: float
-    attention_bias: bool
-    # DSA indexer: "full" layers own one, "shared" layers reuse the nearest earlier selection
-    indexer_types: tuple[str, ...]
-    index_topk: int
-    index_num_heads: int
-    index_head_dim: int
-    index_norm_eps: float
+    rope: Rope
+    rope_interleaved: bool = False  # a pair is two columns side by side; else one of each half
+    attention_bias: bool = False
+    # MLA
+    q_lora_rank: int = 0  # 0: queries come straight from the hidden state
+    kv_lora_rank: int = 0
+    latent_norm_eps: float = 0.0
+    # GQA
+    num_kv_heads: int = 0
+    output_bias: bool = False
+    qk_norm: str = ""  # queries and keys are normed: each "head", or the whole "projection"
+    windows: tuple[int, ...] = ()  # for each layer how many positions a row sees, itself included; 0: all of them
+    has_sinks: bool = False  # one more score in each head's softmax, which nothing is added for
+    # DSA indexer: "full" layers own one, "shared" layers reuse the nearest earlier selection; empty: no such family
+    indexer_types: tuple[str, ...] = ()
+    index_topk: int = 0
+    index_num_heads: int = 0
+    index_head_dim: int = 0
+    index_norm_eps: float = 0.0
+    index_rope_interleaved: bool = True
     # MLP
     mlp_types: tuple[str, ...]  # "dense" or "sparse" for each layer
-    intermediate_size: int
+    intermediate_size: int = 0  # of dense layers
     num_experts: int
     num_active_experts: int
     moe_intermediate_size: int
-    num_shared_experts: int
-    num_groups: int
-    num_active_groups: int
-    normalise_weights: bool
-    routed_scaling: float
+    num_shared_experts: int = 0
+    router: str = "sigmoid"  # scores of experts: sigmoid with a bias in the choice, or "softmax"
+    router_has_bias: bool = False  # on the logits
+    num_groups: int = 1
+    num_active_groups: int = 1
+    normalise_weights: bool = True
+    routed_scaling: float = 1.0
+    # Experts with biases whose halves meet as (up + 1) * gate * sigmoid(alpha * gate), both clamped to this; 0: silu.
+    gate_limit: float = 0.0
+    gate_alpha: float = 0.0
     # Not of config.json: a lossy reduction the user may ask for. Of a token's experts keep the fewest whose scores
     # reach this share of their sum; 0 keeps all.
     expert_mass: float = 0.0
@@ -61,12 +77,23 @@ class ModelConfig:
         return self.nope_head_dim + self.rope_head_dim
 
     @property
+    def kv_widths(self):
+        """Numbers that attention keeps of a position, in two parts: latent and rotary key, or keys and values."""
+        if self.attention == "mla":
+            return self.kv_lora_rank, self.rope_head_dim
+        return self.num_kv_heads * self.qk_head_dim, self.num_kv_heads * self.v_head_dim
+
+    @property
     def sparse_layers(self):
         return tuple(i for i, kind in enumerate(self.mlp_types) if kind == "sparse")
 
     def layer_is_full(self, layer):
-        """Whether a layer runs its own indexer; the MTP layer, one past the last, always does."""
-        return layer >= self.num_layers or self.indexer_types[layer] == "full"
+        """Whether a layer runs its own indexer; of a family with indexers the MTP layer, one past the last, does."""
+        return bool(self.indexer_types) and (layer >= self.num_layers or self.indexer_types[layer] == "full")
+
+    def window(self, layer):
+        """How many positions a row of a layer sees, itself included; 0: all. The MTP layer sees all."""
+        return self.windows[layer] if layer < len(self.windows) else 0
 
 
 class Fields:
@@ -74,11 +101,15 @@ class Fields:
 
     MISSING = object()
 
-    def __init__(self, raw, path):
-        self.raw, self.path = raw, path
+    def __init__(self, raw, path, prefix=""):
+        self.raw, self.path, self.prefix = raw, path, prefix
+
+    def inside(self, key, raw):
+        """Fields of an object that stands under `key`."""
+        return Fields(raw, self.path, f"{self.prefix}{key}.")
 
     def refuse(self, key, problem):
-        raise Refused(f"{self.path}: {key} {problem}")
+        raise Refused(f"{self.path}: {self.prefix}{key} {problem}")
 
     def get(self, key, default=MISSING):
         """The value under `key` or the first present of a tuple of aliases; null counts as absent."""
@@ -117,6 +148,7 @@ class Fields:
         """A key that changes the arithmetic: absent, or one of the values this engine computes."""
         value = self.get(key, None)
         if value is not None and value not in allowed:
+            key = key if isinstance(key, str) else key[0]
             self.refuse(key, f"is {show(value)}, this engine computes only {' or '.join(map(repr, allowed))}")
 
     def words(self, key, allowed, length):
@@ -165,7 +197,7 @@ def parse_json(data, subject):
 
 
 def read_config(folder):
-    """config.json of a snapshot folder -> (ModelConfig, its family module). Refuses an unknown model_type."""
+    """config.json of a snapshot folder -> (ModelConfig, its Family). Refuses an unknown model_type."""
     path = folder / "config.json"
     fields = Fields(read_json(path), path)
     known = sorted(module.name for module in pkgutil.iter_modules(families.__path__))
@@ -173,7 +205,7 @@ def read_config(folder):
     if model_type not in known:
         fields.refuse("model_type", f"is {show(model_type)}, this engine knows {', '.join(known)}")
     check_quantization(fields)
-    family = importlib.import_module(f"snapshot.families.{model_type}")
+    family = importlib.import_module(f"snapshot.families.{model_type}").FAMILY
     config = family.read_config(fields)
     generation = folder / "generation_config.json"
     if os.path.lexists(generation):  # a link to nothing is a broken download, not an absent file

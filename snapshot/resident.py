@@ -33,12 +33,12 @@ class IndexerWeights:
     head_weights: Weight  # [heads, hidden]
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionWeights:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MlaWeights:
     input_norm: torch.Tensor
     post_norm: torch.Tensor
-    q_a: Weight
-    q_a_norm: torch.Tensor
+    q_a: Weight | None = None  # without it q_b takes the hidden state
+    q_a_norm: torch.Tensor | None = None
     q_b: Weight  # per head: nope rows, then rope rows
     kv_a: Weight  # latent rows, then rope rows
     kv_a_norm: torch.Tensor
@@ -47,6 +47,23 @@ class AttentionWeights:
     q_a_bias: torch.Tensor | None = None
     kv_a_bias: torch.Tensor | None = None
     o_bias: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GqaWeights:
+    input_norm: torch.Tensor
+    post_norm: torch.Tensor
+    q: Weight  # per head: rope rows, then the others
+    k: Weight
+    v: Weight
+    o: Weight
+    q_bias: torch.Tensor | None = None
+    k_bias: torch.Tensor | None = None
+    v_bias: torch.Tensor | None = None
+    o_bias: torch.Tensor | None = None
+    q_norm: torch.Tensor | None = None  # as wide as a head, or as all of them
+    k_norm: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None  # [heads]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +76,14 @@ class MlpWeights:
 @dataclass(frozen=True, slots=True)
 class MoeWeights:
     router: Weight  # [experts, hidden], float32
-    router_bias: torch.Tensor  # [experts] float32, takes part in the choice alone
-    shared: MlpWeights
+    router_bias: torch.Tensor | None = None  # [experts] float32, takes part in the choice alone
+    logit_bias: torch.Tensor | None = None  # [experts] float32, part of the logits
+    shared: MlpWeights | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    attention: AttentionWeights
+    attention: MlaWeights | GqaWeights
     indexer: IndexerWeights | None  # None on shared layers, and where a container has no indexer at all
     mlp: MlpWeights | MoeWeights
 
@@ -101,8 +119,6 @@ class ResidentTensors:
         self.config, self.family, self.index = config, family, index
         self.mtp_problem = self.find_mtp_problem() if with_mtp else "not asked for"
         self.stored = {}  # name -> StoredWeight of a matrix, TensorEntry of what becomes float32
-        routed = (*config.sparse_layers, *self.mtp_layers)
-        self.router_names = {family.router_tensors(config, layer)["router"][0] for layer in routed}
         top = family.model_tensors(config)
         self.embed_name, self.head_name = top["embed"][0], top.get("lm_head", top["embed"])[0]
         for layer in range(config.num_layers):
@@ -112,6 +128,8 @@ class ResidentTensors:
                 raise index.incomplete(f"layer {layer} has no tensors, {name} for one; {asked}")
         self.check_no_more_layers()
         self.has_indexer = self.check_indexer()
+        routed = (*config.sparse_layers, *self.mtp_layers)
+        self.router_names = {self.layer_tables(layer)["router"]["router"][0] for layer in routed}
         for table in self.tables():
             for name, shape in table.values():
                 # A rounded router would choose other experts.
@@ -151,13 +169,14 @@ class ResidentTensors:
                 )
 
     def check_indexer(self):
-        """Whether there is an indexer. A container without any runs dense attention; a part of one is refused."""
+        """Whether there is an indexer. A container without any of a model that has them runs dense attention; a part
+        of one is refused."""
         full = [i for i in range(self.config.num_layers) if self.config.layer_is_full(i)]
         names = [name for i in full for name, _ in self.family.indexer_tensors(self.config, i).values()]
         missing = [name for name in names if name not in self.index]
         if missing and len(missing) < len(names):
             raise self.index.incomplete(f"the indexer is incomplete, tensor {missing[0]} is missing")
-        return not missing
+        return bool(names) and not missing
 
     def tables(self):
         """Every table of names this model keeps resident."""
@@ -176,8 +195,9 @@ class ResidentTensors:
         if not is_mtp and c.mlp_types[layer] == "dense":
             tables["mlp"] = family.dense_tensors(c, layer)
         else:
-            tables["router"] = family.router_tensors(c, layer)
-            tables["shared"] = family.shared_expert_tensors(c, layer)
+            tables["router"] = family.resolve(family.router_tensors(c, layer), self.index)
+            if c.num_shared_experts:
+                tables["shared"] = family.shared_expert_tensors(c, layer)
         if is_mtp:
             own = family.mtp_own_tensors(c, layer)
             tables["mtp"] = family.mtp_tensors(c, layer)
@@ -244,9 +264,11 @@ def bind_layer(tables):
     if "mlp" in tables:
         mlp = MlpWeights(**tables["mlp"])
     else:
-        mlp = MoeWeights(**tables["router"], shared=MlpWeights(**tables["shared"]))
+        shared = MlpWeights(**tables["shared"]) if "shared" in tables else None
+        mlp = MoeWeights(**tables["router"], shared=shared)
     indexer = IndexerWeights(**tables["indexer"]) if "indexer" in tables else None
-    return LayerWeights(AttentionWeights(**tables["attention"]), indexer, mlp)
+    attention = MlaWeights if "kv_a" in tables["attention"] else GqaWeights
+    return LayerWeights(attention(**tables["attention"]), indexer, mlp)
 
 
 def place_of(stored):

@@ -17,6 +17,12 @@ FIXTURES = ROOT / "tests" / "fixtures"
 # The oracles of the reference implementation; _dense is the same weights with the indexer at rest.
 ORACLES = ("glm_moe_dsa", "glm_moe_dsa_dense", "glm_moe_dsa_mtp", "glm_moe_dsa_groups", "glm_moe_dsa_fp8")
 
+# Those of the other model types.
+FAMILIES = (
+    *("mixtral", "qwen3_moe", "olmoe", "glm4_moe"),
+    *("deepseek_v3", "deepseek_v3_yarn", "deepseek_v32", "glm4_moe_lite"),
+)
+
 
 def pytest_addoption(parser):
     parser.addoption("--sanitize", action="store_true", help="C kernels with sanitizers, as make native-asan sets up")
@@ -124,6 +130,9 @@ def write_fused(folder, out):
 
     shutil.copytree(folder, out, dirs_exist_ok=True)
     tensors = safetensors.torch.load_file(folder / "model.safetensors")
+    # Mixtral's own words, which it gives up with this naming.
+    for word, usual in (("block_sparse_moe", "mlp"), ("w1", "gate_proj"), ("w3", "up_proj"), ("w2", "down_proj")):
+        tensors = {name.replace(f".{word}.", f".{usual}."): tensor for name, tensor in tensors.items()}
     experts = {}
     for name in [name for name in tensors if ".mlp.experts." in name]:
         layer, rest = name.split(".mlp.experts.")

@@ -21,6 +21,7 @@ from kernels.build import (
 from kernels.native import CALLS, Native, WeightStruct, struct_of
 from kernels.packing import FORMATS, FP8, Weight
 from kernels.reference import rope_angles
+from snapshot.rope import plain_frequencies
 from tests.conftest import FIXTURES
 from tests.test_kernels import FOLDER, attention_case, experts_case, randn, weights_of
 
@@ -218,7 +219,7 @@ def add_rows(memory, native):
         expected = native.add_weighted(added[:5].clone(), x, rows, shares)
         places = dict(outputs=x, shares=shares, rows=rows, out=added[:5])
         memory.call(f"add_weighted {columns}", "add_weighted", expected, count=20, columns=columns, **places)
-    x, (cos, sin) = randn(9, 3, 50), rope_angles(torch.arange(9), 1e4, 16)
+    x, (cos, sin) = randn(9, 3, 50), rope_angles(torch.arange(9), plain_frequencies(1e4, 16))
     expected = {"x": native.rotate(x.clone(), 20, cos, sin)}
     memory.call("rotate", "rotate", expected, x=x, cos=cos, sin=sin, rows=9, heads=3, width=50, first=20, rotary=16)
     for fmt in ("int4-g64", "bf16"):

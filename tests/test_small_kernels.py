@@ -5,6 +5,7 @@ import torch
 
 from kernels import reference
 from kernels.packing import FORMATS
+from snapshot.rope import plain_frequencies
 from tests.test_kernels import attention_case, kernels, randn  # noqa: F401
 
 NAN, INF = torch.nan, torch.inf
@@ -57,7 +58,7 @@ def test_norm_of_a_sum(kernels):  # noqa: F811
 )
 def test_rotate(kernels, shape, first, rotary):  # noqa: F811
     """To the last bit what torch gives; other columns stay."""
-    x, (cos, sin) = randn(*shape), reference.rope_angles(torch.arange(3, 3 + shape[0]), 1e4, rotary)
+    x, (cos, sin) = randn(*shape), reference.rope_angles(torch.arange(3, 3 + shape[0]), plain_frequencies(1e4, rotary))
     expected = x.clone()
     expected[..., first : first + rotary] = reference.rope_interleaved(x[..., first : first + rotary], cos, sin)
     assert torch.equal(reference.rotate(x.clone(), first, cos, sin), expected)

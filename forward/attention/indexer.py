@@ -17,11 +17,12 @@ def select(config, layer, weights, x, query_latent, chunk):
     selected positions [rows, index_topk], ascending, -1 where a row has fewer."""
     H, D = config.index_num_heads, config.index_head_dim
     keys = layer_norm(linear(x, weights.k), weights.k_norm, weights.k_norm_bias, config.index_norm_eps)
-    keys = rotate(keys, 0, chunk.cos, chunk.sin)
+    keys = rotate(keys, 0, chunk.cos, chunk.sin, config.index_rope_interleaved)
     known = [segment.kv.bind(layer).append_index(keys[segment.rows]) for segment in chunk.segments]
     if all(len(keys) <= config.index_topk for keys in known):
         return [None] * len(known)
-    queries = rotate(linear(query_latent, weights.q_b).view(-1, H, D), 0, chunk.cos, chunk.sin)
+    queries = linear(query_latent, weights.q_b).view(-1, H, D)
+    queries = rotate(queries, 0, chunk.cos, chunk.sin, config.index_rope_interleaved)
     head_weights = linear(x, weights.head_weights) * H**-0.5
     return [
         None

@@ -19,15 +19,18 @@ def mla(config, layer, weights, indexer, x, chunk, selections):
         config.kv_lora_rank,
         config.v_head_dim,
     )
-    query_latent = rms_norm(linear(x, weights.q_a, weights.q_a_bias), weights.q_a_norm, config.latent_norm_eps)
-    queries = rotate(linear(query_latent, weights.q_b).view(-1, H, N + R), N, chunk.cos, chunk.sin)
-    compressed = rotate(linear(x, weights.kv_a, weights.kv_a_bias), L, chunk.cos, chunk.sin)
+    turn = chunk.cos, chunk.sin, config.rope_interleaved
+    query_latent = x  # of models that have none
+    if weights.q_a is not None:
+        query_latent = rms_norm(linear(x, weights.q_a, weights.q_a_bias), weights.q_a_norm, config.latent_norm_eps)
+    queries = rotate(linear(query_latent, weights.q_b).view(-1, H, N + R), N, *turn)
+    compressed = rotate(linear(x, weights.kv_a, weights.kv_a_bias), L, *turn)
     latents = rms_norm(compressed[:, :L], weights.kv_a_norm, config.latent_norm_eps)
     rope_keys = compressed[:, L:]
     if indexer is not None:
         selections = select(config, layer, indexer, x, query_latent, chunk)
 
-    out, scale = [], config.qk_head_dim**-0.5
+    out, scale = [], config.qk_head_dim**-0.5 * config.rope.score_factor
     for segment, selection in zip(chunk.segments, selections, strict=True):
         rows = segment.rows
         known = segment.kv.bind(layer).append(latents[rows], rope_keys[rows])

@@ -1,0 +1,32 @@
+"""qwen3_moe (Qwen3-30B-A3B, 235B-A22B): grouped queries, each head of queries and keys normed, softmax router."""
+
+from snapshot.config import ModelConfig
+from snapshot.config_parts import check_count, read_experts, read_gqa, read_model, read_windows
+from snapshot.family import Family
+
+
+def read_config(fields):
+    """Fields -> ModelConfig."""
+    model = read_model(fields, positions=32768, eps=1e-6)
+    config = ModelConfig(
+        **model,
+        **read_gqa(fields, model),
+        qk_norm="head",
+        **(read_windows(fields, model["num_layers"]) if fields.flag("use_sliding_window", False) else {}),
+        **read_experts(fields, ("num_experts", "num_local_experts"), count=128, active=8),
+        mlp_types=read_mlp_types(fields, model["num_layers"]),
+        intermediate_size=fields.count("intermediate_size"),
+        router="softmax",
+        normalise_weights=fields.flag("norm_topk_prob", False),
+    )
+    return check_count(fields, config, "num_experts")
+
+
+def read_mlp_types(fields, num_layers):
+    """Every decoder_sparse_step-th layer has experts, but for those of mlp_only_layers."""
+    step, dense = fields.count("decoder_sparse_step", 1), fields.ids("mlp_only_layers", 1 << 24)
+    is_sparse = ((i + 1) % step == 0 and i not in dense for i in range(num_layers))
+    return tuple("sparse" if sparse else "dense" for sparse in is_sparse)
+
+
+FAMILY = Family(read_config)
