@@ -2,16 +2,18 @@
 #pragma once
 #include <stdint.h>
 
-enum { F32, BF16, F16, FP8, INT8, INT4, INT3, INT2 };
+enum { F32, BF16, F16, FP8, MXFP4, INT8, INT4, INT3, INT2 };
+enum { E8M0 = 3 }; /* another kind of scales: a power of two, its exponent + 127 */
 
 /* A matrix [rows, columns] as kernels/packing.py describes it. */
 typedef struct {
     const uint8_t *data;
     const void *scales;
     int64_t rows, columns, row_bytes;
+    int64_t row_scales; /* how far the scales of two rows are apart */
     int32_t kind;       /* one of the above */
     int32_t group;      /* columns that share a scale; for a scale a row, all of them */
-    int32_t scale_kind; /* F32, F16 or BF16 */
+    int32_t scale_kind; /* F32, F16, BF16 or E8M0 */
     int32_t exact;      /* activations stay float32 */
 } weight_t;
 
@@ -34,6 +36,10 @@ typedef struct {
     float *out;
     int64_t experts, count, hidden, width;
     const int64_t *places;    /* NULL: one after the other */
+    /* Clamped gates: down((u + 1) g / (1 + e^(-alpha g))), g at most `limit`, u between -limit and limit; the biases of
+     * each expert [experts, width], [experts, width] and [experts, hidden]. NULL: silu, without biases. */
+    const float *gate_bias, *up_bias, *down_bias;
+    float limit, alpha;
 } experts_t;
 
 /* out [count, out columns] = down(silu(gate x) * up x), x [count, columns]. */
@@ -64,6 +70,19 @@ typedef struct {
     float scale;
 } mla_t;
 
+/* One sequence, as of mla_t: queries [count, heads, width]; keys [positions, groups, width] and values [positions, groups,
+ * value], heads / groups of the heads share one. A row sees the last `window` positions up to its own, 0: all of them.
+ * sinks [heads], one more score of each head in the softmax, or NULL. out [count, heads, value]. */
+typedef struct {
+    const float *queries;
+    const void *keys, *values;
+    const float *sinks;
+    float *out;
+    int64_t count, position, window, heads, groups, width, value;
+    float scale;
+    int32_t kind; /* of keys and values: F32 or BF16 */
+} grouped_t;
+
 /* queries [count, heads, width], weights [count, heads], keys [positions, width] -> out [count, positions]. */
 typedef struct {
     const float *queries, *weights, *keys;
@@ -88,14 +107,15 @@ typedef struct {
     float eps;
 } norm_t;
 
-/* x [rows, heads, width]: columns first .. first + rotary are turned in place by cos and sin [rows, rotary / 2]. */
+/* x [rows, heads, width]: columns first .. first + rotary are turned in place by cos and sin [rows, rotary / 2]. Pairs are
+ * neighbours and are parted, or stand half of the columns apart. */
 typedef struct {
     float *x;
     const float *cos, *sin;
-    int64_t rows, heads, width, first, rotary;
+    int64_t rows, heads, width, first, rotary, halves;
 } rotate_t;
 
-/* logits [rows, experts], bias [experts] -> chosen, weights [rows, active]. */
+/* logits [rows, experts], bias [experts] -> chosen, weights [rows, active]. No bias: the softmax router, without groups. */
 typedef struct {
     const float *logits, *bias;
     int64_t *chosen;
@@ -142,6 +162,7 @@ typedef struct {
     int (*gated_mlp)(const mlp_t *);
     int (*add_weighted)(const add_t *);
     int (*mla)(const mla_t *);
+    int (*grouped_attention)(const grouped_t *);
     int (*index_scores)(const index_t *);
     int (*top_positions)(const top_t *);
     int (*rms_norm)(const norm_t *);

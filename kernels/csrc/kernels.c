@@ -135,7 +135,7 @@ typedef struct {
 
 INLINE int sort_of(const weight_t *w) {
     int rounds = is_integer(w->kind) && !w->exact;
-    return rounds ? w->kind + 8 * is_odd_group(w) : 16; /* floats all want the same */
+    return rounds ? w->kind + 8 * is_odd_group(w) : 0; /* floats all want the same */
 }
 static int prepare_for(inputs_t *inputs, const weight_t *w, const float *x, int64_t count, int64_t x_stride, int layouts) {
     int sort = sort_of(w);
@@ -209,6 +209,7 @@ static int linear(const linear_t *c) {
 
 #include "experts.inc"
 #include "attention.inc"
+#include "grouped.inc"
 #include "rows.inc"
 #include "choose.inc"
 
@@ -249,6 +250,6 @@ static int64_t read_memory(const uint8_t *data, int64_t bytes) {
 #define TEXT_(a) #a
 #define TEXT(a) TEXT_(a)
 const kernels_t JOIN(kernels_, NAME) = {
-    TEXT(NAME), linear, experts, gated_mlp, add_weighted, mla, index_scores, top_positions, rms_norm, layer_norm, rotate,
+    TEXT(NAME), linear, experts, gated_mlp, add_weighted, mla, grouped_attention, index_scores, top_positions, rms_norm, layer_norm, rotate,
     route, group_by_expert, logprobs, all_finite, read_memory,
 };

@@ -45,7 +45,7 @@ EXPORT void colibri_set_threads(int threads) { set_threads(threads); }
 /* Sizes of the structs, so that the Python side can check that it mirrors them. */
 EXPORT int colibri_size(int i) {
     const int sizes[] = {sizeof(weight_t), sizeof(linear_t), sizeof(experts_t), sizeof(mlp_t), sizeof(add_t),
-                         sizeof(mla_t), sizeof(index_t), sizeof(top_t), sizeof(norm_t), sizeof(rotate_t),
+                         sizeof(mla_t), sizeof(grouped_t), sizeof(index_t), sizeof(top_t), sizeof(norm_t), sizeof(rotate_t),
                          sizeof(route_t), sizeof(group_t), sizeof(logprobs_t), sizeof(values_t), sizeof(kernels_t)};
     return i >= 0 && i < (int)(sizeof sizes / sizeof *sizes) ? sizes[i] : 0;
 }

@@ -401,11 +401,16 @@ INLINE float vf_sum(vf a) {
 }
 
 INLINE vf vf_load_n(const float *p, int64_t n) { /* the first n lanes, the others zero */
+    if (n == 16) return vf_load(p);
     float x[16] = {0};
     memcpy(x, p, 4 * n);
     return vf_load(x);
 }
 INLINE void vf_store_n(float *p, vf a, int64_t n) {
+    if (n == 16) {
+        vf_store(p, a);
+        return;
+    }
     float x[16];
     vf_store(x, a);
     memcpy(p, x, 4 * n);
@@ -433,4 +438,16 @@ INLINE vf silu_times(vf g, vf u) {
     vf high = vf_max(g, vf_zero()), low = vf_sub(g, high);   /* g = high + low, one of them zero */
     vf gated = vf_fma(high, positive, vf_mul(low, vf_mul(e, positive)));
     return vf_mul(gated, u);
+}
+
+/* (u + 1) g / (1 + e^(-alpha g)), g at most `limit`, u between -limit and limit; alpha > 0. What is no number stays so. */
+INLINE vf clamped_times(vf g, vf u, float limit, float alpha) {
+    vf zero = vf_zero(), least = vf_set1(-limit);
+    g = vf_sub(zero, vf_max(least, vf_sub(zero, g)));
+    u = vf_sub(zero, vf_max(least, vf_sub(zero, vf_max(least, u))));
+    vf e = vf_exp_negative(vf_sub(zero, vf_abs(vf_mul(g, vf_set1(alpha)))));
+    vf positive = vf_div(vf_set1(1), vf_add(vf_set1(1), e));
+    vf high = vf_max(g, zero), low = vf_sub(g, high);
+    vf gated = vf_fma(high, positive, vf_mul(low, vf_mul(e, positive)));
+    return vf_mul(vf_add(u, vf_set1(1)), gated);
 }
