@@ -187,7 +187,7 @@ def describe_formats(settings, resident, disk):
         ("expert_bits", settings.expert_bits, disk.formats(layers)),
         ("dense_bits", settings.dense_bits, dense),
     ):
-        kept = [str(fmt) for fmt in formats if fmt.is_integer]
+        kept = [str(fmt) for fmt in formats if fmt.is_packed]
         if bits < 16 and kept:
             yield f"[format] {name} {bits} changes nothing where the weights are stored as {', '.join(kept)}"
 

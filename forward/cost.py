@@ -29,8 +29,8 @@ def scratch_bytes(config, chunk_rows, capacity, is_native=False):
     q_width, v_width = c.num_heads * c.qk_head_dim, c.num_heads * c.v_head_dim
     index_width = c.index_num_heads * c.index_head_dim
     hidden = 5 * c.hidden_size  # residual, normed, output, and their sums
-    widest = max(c.intermediate_size, c.moe_intermediate_size * c.num_shared_experts)
-    moe = 3 * widest + 3 * c.hidden_size
+    widest = max(c.intermediate_size, c.moe_intermediate_size * max(1, c.num_shared_experts))
+    moe = (6 if c.gate_limit else 3) * widest + 3 * c.hidden_size
     selection = 8 * rows * min(c.index_topk, capacity)
     logits = 6 * c.vocab_size * LOGIT_ROWS + 16 * c.vocab_size  # float32, a mask and a bit; one row in float64
     if is_native:

@@ -9,6 +9,7 @@ import torch
 from forward.mlp import mlp
 from forward.route import look_ahead, route, rows_of_each
 from kernels.dispatch import add_experts, add_weighted, expert_outputs, group_by_expert
+from kernels.reference import ClampedGates
 
 OUTPUT_BYTES = 32 << 20  # of experts that were computed before their turn to be added
 
@@ -34,12 +35,14 @@ def moe(model, layer, weights, x, residual):
             for batch in request.ready(first, last):
                 with model.profile.measure("expert-matmul"):
                     matrices = [three for _, three in batch]
+                    indices = [index for index, _ in batch]
+                    gates = gates_of(model.config, weights.biases, [experts[index] for index in indices])
                     if len(batch) == last - first:  # all were there: nothing is out of order
-                        add_experts(out, x, matrices, starts[first : last + 1], rows, shares)
+                        add_experts(out, x, matrices, starts[first : last + 1], rows, shares, gates)
                         continue  # to the end of `ready`, which lets go of them
                     if outputs is None:
                         outputs = torch.empty(int(stop - start), x.shape[1])
-                    compute(outputs, x, matrices, [index for index, _ in batch], starts, rows, start)
+                    compute(outputs, x, matrices, indices, starts, rows, start, gates)
             if outputs is not None:
                 with model.profile.measure("expert-matmul"):
                     add_weighted(out, outputs, rows[start:stop], shares[start:stop])
@@ -51,12 +54,20 @@ def rows_by_expert(starts, rows):
     return [part.tolist() for part in rows.tensor_split(starts[1:-1].tolist())]
 
 
-def compute(outputs, x, matrices, indices, starts, rows, base):
+def gates_of(config, biases, experts):
+    """How the two halves of these experts meet: None for silu."""
+    if biases is None:
+        return None
+    parts = biases.gate[experts], biases.up[experts], biases.down[experts]
+    return ClampedGates(*parts, config.gate_limit, config.gate_alpha)
+
+
+def compute(outputs, x, matrices, indices, starts, rows, base, gates):
     """Some experts, wherever they stand among those of the layer, on their rows of x -> their places in outputs."""
     counts = starts[1:][indices] - starts[indices]
     places = torch.cat([torch.arange(starts[i], starts[i + 1]) for i in indices])
     own_starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-    expert_outputs(outputs, x[rows[places]], matrices, own_starts, torch.arange(len(places)), places - base)
+    expert_outputs(outputs, x[rows[places]], matrices, own_starts, torch.arange(len(places)), places - base, gates)
 
 
 def cut(starts, most):

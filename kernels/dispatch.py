@@ -59,7 +59,10 @@ def open_library(variants, folder):
 def first(operation, *arguments):
     for candidate in candidates:
         kernel = getattr(candidate, operation, None)  # not every operation is written in C
-        result = kernel and kernel(*arguments)
+        try:
+            result = kernel and kernel(*arguments)
+        except NotImplementedError:  # nor every weight format
+            result = None
         if result is not None:
             return result
     return getattr(reference, operation)(*arguments)
@@ -75,14 +78,14 @@ def gated_mlp(x, gate, up, down):
     return first("gated_mlp", x, gate, up, down)
 
 
-def add_experts(out, x, experts, starts, rows, shares):
+def add_experts(out, x, experts, starts, rows, shares, gates=None):
     """As reference.add_experts."""
-    return first("add_experts", out, x, experts, starts, rows, shares)
+    return first("add_experts", out, x, experts, starts, rows, shares, gates)
 
 
-def expert_outputs(outputs, x, experts, starts, rows, places):
+def expert_outputs(outputs, x, experts, starts, rows, places, gates=None):
     """As reference.expert_outputs."""
-    return first("expert_outputs", outputs, x, experts, starts, rows, places)
+    return first("expert_outputs", outputs, x, experts, starts, rows, places, gates)
 
 
 def add_weighted(out, outputs, rows, shares):

@@ -13,6 +13,8 @@ from types import SimpleNamespace
 
 import torch
 
+from kernels.packing import MXFP4
+
 KINDS = {"f32": 0, "bf16": 1, "f16": 2, "fp8-b128": 3}
 INTEGER_KINDS = {8: 4, 4: 5, 3: 6, 2: 7}
 SCALE_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -241,9 +243,11 @@ def packer(kind):
 
 def struct_of(weight):
     """The C view of a Weight, made once; the Weight keeps the memory alive. `address` and `raw` are where it is, and
-    its bytes."""
+    its bytes. NotImplementedError for a format or an order of numbers that no kernel reads."""
     if weight.native is None:
         fmt, scales = weight.format, weight.scales
+        if fmt is MXFP4 or weight.data.stride(1) != 1:
+            raise NotImplementedError(f"no kernel reads {fmt} as it lies")
         view = WeightStruct(
             data=weight.data.data_ptr(),
             scales=None if scales is None else scales.data_ptr(),
@@ -313,13 +317,13 @@ class Native:
         check(self.call.gated_mlp(self.pack.gated_mlp(*weights, x.data_ptr(), out.data_ptr(), len(x))))
         return out
 
-    def add_experts(self, out, x, experts, starts, rows, shares):
-        """As reference.add_experts."""
-        return self._experts(out, x, experts, starts, rows, shares, None)
+    def add_experts(self, out, x, experts, starts, rows, shares, gates=None):
+        """As reference.add_experts; declines clamped gates."""
+        return None if gates else self._experts(out, x, experts, starts, rows, shares, None)
 
-    def expert_outputs(self, outputs, x, experts, starts, rows, places):
-        """As reference.expert_outputs."""
-        return self._experts(outputs, x, experts, starts, rows, None, places)
+    def expert_outputs(self, outputs, x, experts, starts, rows, places, gates=None):
+        """As reference.expert_outputs; declines clamped gates."""
+        return None if gates else self._experts(outputs, x, experts, starts, rows, None, places)
 
     def _experts(self, out, x, experts, starts, rows, shares, places):
         matrices = array("b", b"".join([struct_of(matrix).raw for three in experts for matrix in three]))

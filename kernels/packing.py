@@ -7,12 +7,13 @@ docs/formats.md describes each format byte by byte. A matrix [out, in] is row-ma
     int8           one signed byte
     int4           two to a byte, even column in the low nibble, stored code + 8
     int2           four to a byte, lowest bits first, stored code + 2
+    mxfp4          two float4 (e2m1) to a byte, even column in the low nibble, a scale 2^(byte - 127) for 32 columns
     int3-g64       64 columns in 24 bytes: 16 with the low two bits, 8 with the high bit, stored code + 4
 
 An integer format has one scale for a row ("int4-row") or for each group of columns of it ("int4-g64").
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -20,6 +21,10 @@ BLOCK = 128  # rows and columns of an fp8 block
 GROUP = 64  # columns of a group, unless a snapshot says otherwise
 GROUPS = (16, 32, 48, 64, 96, 128, 192, 256)
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+SCALE_DTYPES = DTYPES | {"U8": torch.uint8}
+FLOAT4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+FLOAT4_PAIRS = torch.tensor([[FLOAT4[byte & 15], FLOAT4[byte >> 4]] for byte in range(256)])
+FLOAT4_SCALES = torch.tensor([2.0 ** (byte - 127) for byte in range(255)] + [torch.nan])
 PACK_BYTES = 16 << 20  # float32 rows that are read and packed at once
 CACHE_BYTES = 1 << 20  # of them, what the arithmetic works on at once: a few copies of it stay in the processor's cache
 MIN_SCALE = {torch.float32: 1e-8, torch.float16: 2.0**-24}  # of F16 the smallest number above zero
@@ -37,15 +42,20 @@ class Format:
     name: str
     bits: int  # of a code
     group: int = 0  # columns that share a scale; 0 = all of a row
-    dtype: torch.dtype | None = None  # of a float format
+    dtype: torch.dtype | None = None  # of a float format that torch has
 
     @property
-    def is_integer(self):
+    def is_packed(self):
+        """Whether a matrix is of few bits as it is, and not packed again."""
         return self.dtype is None
 
     @property
+    def is_integer(self):
+        return self.is_packed and self is not MXFP4
+
+    @property
     def has_scales(self):
-        return self.is_integer or self is FP8
+        return self.is_packed or self is FP8
 
     def row_bytes(self, columns):
         """Bytes of one row, without its scales."""
@@ -60,7 +70,8 @@ class Format:
         return rows, -(-columns // self.group) if self.group else 1
 
     def num_bytes(self, rows, columns, scale_bytes=4):
-        """Bytes of a matrix with its scales, of `scale_bytes` bytes each."""
+        """Bytes of a matrix with its scales, of `scale_bytes` bytes each; those of MXFP4 have one."""
+        scale_bytes = 1 if self is MXFP4 else scale_bytes
         scales = scale_bytes * torch.Size(self.scale_shape(rows, columns)).numel() if self.has_scales else 0
         return rows * self.row_bytes(columns) + scales
 
@@ -70,12 +81,13 @@ class Format:
 
 FLOATS = {stored: Format(stored.lower(), 8 * dtype.itemsize, dtype=dtype) for stored, dtype in DTYPES.items()}
 FP8 = Format("fp8-b128", 8, BLOCK, torch.float8_e4m3fn)
+MXFP4 = Format("mxfp4", 4, 32)
 INTEGERS = (
     *(Format(f"int{bits}-row", bits) for bits in (8, 4, 2)),
     *(Format(f"int{bits}-g{group}", bits, group) for bits in (8, 4, 2) for group in GROUPS),
     Format("int3-g64", 3, 64),
 )
-FORMATS = {fmt.name: fmt for fmt in (*FLOATS.values(), FP8, *INTEGERS)}
+FORMATS = {fmt.name: fmt for fmt in (*FLOATS.values(), FP8, MXFP4, *INTEGERS)}
 
 
 def grouped(bits):
@@ -125,16 +137,41 @@ class Weight:
         return unpack(self.data[rows], self.scales[rows], self.format, self.columns)
 
 
-def view_weight(buffer, fmt, rows, columns, data_at, scales_at=None, scale_dtype=torch.float32, exact=False):
-    """A Weight over a uint8 buffer whose data and scales begin at the given bytes. Nothing is read or written."""
-    data = buffer[data_at : data_at + rows * fmt.row_bytes(columns)]
+@dataclass(frozen=True, slots=True)
+class Within:
+    """The rows of a matrix that lies in a larger one of `rows` rows: first, first + step, and so on. is_transposed:
+    the larger one lies as [in, out], in a float format."""
+
+    first: int
+    step: int
+    rows: int
+    is_transposed: bool = False
+
+    def after(self, start):
+        """Without the rows before `start`."""
+        return replace(self, first=self.first + start * self.step)
+
+    def pick(self, matrix, count):
+        """`count` rows out of the larger matrix, a view."""
+        return matrix[self.first :: self.step][:count]
+
+
+def view_weight(
+    buffer, fmt, rows, columns, data_at, scales_at=None, scale_dtype=torch.float32, exact=False, within=None
+):
+    """A Weight over a uint8 buffer whose data and scales, or those of the matrix it is within, begin at the given
+    bytes. Nothing is read or written."""
+    within = within or Within(0, 1, rows)
+    data = buffer[data_at : data_at + within.rows * fmt.row_bytes(columns)]
     if fmt.dtype:
         data = data.view(fmt.dtype)
+    data = data.view(columns, -1).T if within.is_transposed else data.view(within.rows, -1)
     scales = None
     if fmt.has_scales:
-        shape = torch.Size(fmt.scale_shape(rows, columns))
+        shape = torch.Size(fmt.scale_shape(within.rows, columns))
         scales = buffer[scales_at : scales_at + shape.numel() * scale_dtype.itemsize].view(scale_dtype).view(shape)
-    return Weight(data.view(rows, -1), columns, fmt, scales, exact)
+        scales = scales if fmt is FP8 else within.pick(scales, rows)
+    return Weight(within.pick(data, rows), columns, fmt, scales, exact)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -290,7 +327,8 @@ def pack_bits(values, bits):
 def unpack(data, scales, fmt, columns):
     """Packed rows and their scales -> float32 [rows, columns]."""
     values = unpack_codes(data, fmt)[:, :columns]
-    group, scales = fmt.group or columns, scales.float()
+    group = fmt.group or columns
+    scales = FLOAT4_SCALES[scales.int()] if fmt is MXFP4 else scales.float()
     whole = columns // group
     values[:, : whole * group].unflatten(1, (whole, group)).mul_(scales[:, :whole, None])
     if whole * group < columns:
@@ -301,6 +339,8 @@ def unpack(data, scales, fmt, columns):
 def unpack_codes(data, fmt):
     """uint8 [rows, row bytes] -> codes as float32 [rows, columns and padding]."""
     rows = len(data)
+    if fmt is MXFP4:
+        return FLOAT4_PAIRS[data.int()].view(rows, -1)
     if fmt.bits == 8:
         return data.view(torch.int8).float()
     codes = torch.empty(rows, data.shape[1] * 8 // fmt.bits)

@@ -6,6 +6,8 @@ T rows, S key positions, D columns, H heads, G groups of heads, K chosen positio
 width.
 """
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 
@@ -32,25 +34,44 @@ def linear(x, weight, bias=None):
     return out if bias is None else out + bias
 
 
-def add_experts(out, x, experts, starts, rows, shares):
+@dataclass(frozen=True, slots=True)
+class ClampedGates:
+    """How the halves of some experts meet that have biases: clamped_mlp. Rows of the biases are experts."""
+
+    gate_bias: torch.Tensor  # [experts, width]
+    up_bias: torch.Tensor
+    down_bias: torch.Tensor  # [experts, D]
+    limit: float
+    alpha: float
+
+    def mlp(self, expert, x, gate, up, down):
+        """clamped_mlp of one expert."""
+        biases = self.gate_bias[expert], self.up_bias[expert], self.down_bias[expert]
+        return clamped_mlp(x, gate, up, down, *biases, self.limit, self.alpha)
+
+
+def add_experts(out, x, experts, starts, rows, shares, gates=None):
     """Add the gated MLPs of some experts to out [T, D], in their order -> out.
 
     experts: (gate, up, down) Weights of each. Expert e works on rows[starts[e] : starts[e + 1]] of x [T, D], and what
-    it gives is added times `shares` of the same places.
+    it gives is added times `shares` of the same places. gates: ClampedGates of the same experts, None for silu.
     """
-    for three, start, stop in zip(experts, starts[:-1].tolist(), starts[1:].tolist(), strict=True):
+    for e, (three, start, stop) in enumerate(zip(experts, starts[:-1].tolist(), starts[1:].tolist(), strict=True)):
         at = rows[start:stop]
-        out.index_add_(0, at, gated_mlp(x[at], *three) * shares[start:stop, None])
+        result = gates.mlp(e, x[at], *three) if gates else gated_mlp(x[at], *three)
+        out.index_add_(0, at, result * shares[start:stop, None])
     return out
 
 
-def expert_outputs(outputs, x, experts, starts, rows, places):
+def expert_outputs(outputs, x, experts, starts, rows, places, gates=None):
     """The gated MLPs of some experts, each row of outputs [assignments, D] written once, in any order -> outputs.
 
     Expert e works on rows[starts[e] : starts[e + 1]] of x [T, D]; what it gives goes to `places` of the same places.
+    gates as of add_experts.
     """
-    for three, start, stop in zip(experts, starts[:-1].tolist(), starts[1:].tolist(), strict=True):
-        outputs[places[start:stop]] = gated_mlp(x[rows[start:stop]], *three)
+    for e, (three, start, stop) in enumerate(zip(experts, starts[:-1].tolist(), starts[1:].tolist(), strict=True)):
+        at = rows[start:stop]
+        outputs[places[start:stop]] = gates.mlp(e, x[at], *three) if gates else gated_mlp(x[at], *three)
     return outputs
 
 
@@ -65,6 +86,14 @@ def add_weighted(out, outputs, rows, shares):
 def gated_mlp(x, gate, up, down):
     """x [T, D] -> down(silu(gate x) * up x) [T, D], of three Weights."""
     return linear(silu_product(linear(x, gate), linear(x, up)), down)
+
+
+def clamped_mlp(x, gate, up, down, gate_bias, up_bias, down_bias, limit, alpha):
+    """x [T, D] -> down((u + 1) * g * sigmoid(alpha * g)) [T, D] of three Weights with biases: g = gate x, at most
+    `limit`, and u = up x, between -limit and limit. gpt_oss has this in place of silu."""
+    g = linear(x, gate, gate_bias).clamp_(max=limit)
+    u = linear(x, up, up_bias).clamp_(-limit, limit)
+    return linear((u + 1) * g * (alpha * g).sigmoid(), down, down_bias)
 
 
 def round_activations(x):

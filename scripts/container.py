@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kernels.packing import MXFP4
 from snapshot.expert_disk import PAGE
 from snapshot.formats import SCALES
 from snapshot.index import ITEM_BYTES, STAMP
@@ -41,11 +42,13 @@ def part_of(name, dtype, shape):
 
 
 def weight_parts(name, fmt, rows, columns, scale_dtype="F16"):
-    """The tensors of one matrix in a float or integer format, or in fp8 with F32 scales: scales, then data."""
+    """The tensors of one matrix in a float or integer format, in fp8 with F32 scales or mxfp4 with bytes for scales:
+    scales, then data."""
     if not fmt.has_scales:
         return [part_of(name, str(fmt).upper(), (rows, columns))]
     shape = fmt.scale_shape(rows, columns)
-    scales = part_of(name + SCALES, scale_dtype if fmt.is_integer else "F32", (math.prod(shape),))
+    scale_dtype = "U8" if fmt is MXFP4 else scale_dtype if fmt.is_integer else "F32"
+    scales = part_of(name + SCALES, scale_dtype, (math.prod(shape),))
     return [scales, part_of(name, "U8", (rows * fmt.row_bytes(columns),))]
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from kernels.packing import DTYPES, FORMATS, SEARCH, Format, quantise, row_blocks
+from kernels.packing import DTYPES, FORMATS, MXFP4, SEARCH, Format, quantise, row_blocks
 from scripts.container import PADDING, Part, part_of, shard_bytes, shard_header, weight_parts
 from snapshot.config import read_config
 from snapshot.errors import Refused, printable
@@ -35,7 +35,7 @@ class Options:
     def target(self, role, fmt):
         """The format that a matrix of some role is packed to, or None where it is copied as it is."""
         bits = max(self.dense, INDEXER_BITS) if role == "indexer" else getattr(self, role)
-        if bits == 16 or (fmt.is_integer and fmt.bits <= bits):
+        if bits == 16 or (fmt.is_packed and fmt.bits <= bits):
             return None
         return FORMATS[
             f"int{bits}-g64" if bits == 3 else f"int{bits}-g{self.group}" if self.group else f"int{bits}-row"
@@ -60,8 +60,8 @@ class Matrix:
     def parts(self):
         """The tensors that are written: scales, if any, then data."""
         stored = self.stored
-        if self.target:
-            return weight_parts(self.name, self.target, stored.rows, stored.columns, self.scale_dtype)
+        if self.target or stored.format is MXFP4:
+            return weight_parts(self.name, self.format, stored.rows, stored.columns, self.scale_dtype)
         if stored.scales is None:
             return [part_of(self.name, stored.data.dtype, (stored.rows, stored.columns))]
         return [part_of(entry.name, entry.dtype, entry.shape) for entry in (stored.scales, stored.data)]
@@ -69,6 +69,10 @@ class Matrix:
     def tensors(self, reader):
         """The bytes of `parts`: read and quantised a block of rows at a time."""
         stored, fmt = self.stored, self.target
+        if fmt is None and stored.within:
+            weight = read_weight(reader, stored)
+            parts = [part for part in (weight.scales, weight.data) if part is not None]
+            return [part.contiguous().view(torch.uint8).flatten() for part in parts]
         if fmt is None:
             return [read_bytes(reader, entry) for entry in reversed(stored.entries)]
         data = torch.empty(stored.rows, fmt.row_bytes(stored.columns), dtype=torch.uint8)
@@ -148,7 +152,7 @@ class Conversion:
         groups = []
         for part, table in self.resident.layer_tables(layer).items():
             role = "mtp" if layer == self.mtp_layer else "indexer" if part == "indexer" else "dense"
-            groups += self.table_groups(table, None if part == "router" else role)
+            groups += self.table_groups(table, None if part in ("router", "expert_biases") else role)
         if layer in self.disk.expert_bytes:
             role = "mtp" if layer == self.mtp_layer else "experts"
             groups += [self.expert(layer, expert, role) for expert in range(self.config.num_experts)]

@@ -27,7 +27,7 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from kernels.packing import FORMATS
+from kernels.packing import FORMATS, MXFP4
 from scripts.container import shard_bytes, write_shard
 from scripts.synthetic.fill import Filler, Formats
 from scripts.synthetic.report import print_report
@@ -52,8 +52,9 @@ def make_parser():
         parser.add_argument(option(name), type=int)
     for name in SMALLS_OWN:
         parser.add_argument(option(name), type=int, help="of the model small alone")
-    parser.add_argument("--format", choices=FORMATS, default="int4-g64", help="of the routed experts", metavar="FORMAT")
-    parser.add_argument("--dense-format", choices=FORMATS, help="of the rest; by default the same", metavar="FORMAT")
+    formats = [name for name in FORMATS if name != MXFP4.name]  # which is read, never written
+    parser.add_argument("--format", choices=formats, default="int4-g64", help="of the routed experts", metavar="FORMAT")
+    parser.add_argument("--dense-format", choices=formats, help="of the rest; by default the same", metavar="FORMAT")
     parser.add_argument(
         "--scales", choices=("F16", "F32"), default="F16", help="dtype of the scales of integer formats"
     )

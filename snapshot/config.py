@@ -215,14 +215,18 @@ def read_config(folder):
 
 
 def check_quantization(fields):
-    """quantization_config of FP8 checkpoints is read past: a container made of one keeps it. Others are refused."""
+    """quantization_config of FP8 and MXFP4 checkpoints is read past: a container made of one keeps it. Others are
+    refused."""
     raw = fields.get("quantization_config", None)
     if raw is None:
         return
     if not isinstance(raw, dict):
         fields.refuse("quantization_config", "must be an object")
+    if raw.get("quant_method") == "mxfp4":
+        return
     if raw.get("quant_method") != "fp8":
-        fields.refuse("quantization_config.quant_method", f"is {show(raw.get('quant_method'))}, this engine reads fp8")
+        found = show(raw.get("quant_method"))
+        fields.refuse("quantization_config.quant_method", f"is {found}, this engine reads fp8 and mxfp4")
     for key, known in (("fmt", "e4m3"), ("weight_block_size", [128, 128])):
         if raw.get(key, known) != known:
             fields.refuse(f"quantization_config.{key}", f"is {show(raw[key])}, this engine reads {known}")

@@ -377,4 +377,4 @@ class Request:
 def as_weight(buffer, piece, exact=False):
     """A matrix as stored, seen in the buffer it was read into."""
     p = piece
-    return view_weight(buffer, p.format, p.rows, p.columns, p.at, p.scales_at, p.scale_dtype, exact)
+    return view_weight(buffer, p.format, p.rows, p.columns, p.at, p.scales_at, p.scale_dtype, exact, p.within)

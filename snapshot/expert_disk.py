@@ -1,7 +1,7 @@
 """Step 1 of an expert's way: (layer, expert) -> where its bytes lie, and reading them. No policy, no memory of its own.
 
 Runs that touch in a file are read at once: in published files the three matrices of an expert lie together, and in
-our containers their scales do too, so an expert is one read. A fused layer (all experts in two 3-D tensors) costs two.
+our containers their scales do too, so an expert is one read. A fused layer (snapshot/fused.py) costs two, or four.
 
 A run lies in the buffer as it lies in the file, modulo a page, and shares no page with another: so the same layout
 takes the run's bytes alone (a buffered read), or all pages that hold some of them (a direct one).
@@ -12,10 +12,10 @@ from pathlib import Path
 
 import torch
 
-from kernels.packing import DTYPES, FLOATS, Format
+from kernels.packing import SCALE_DTYPES, Format, Within
 from snapshot.drive import Drive, Drives, check_mirror
-from snapshot.errors import Refused
-from snapshot.formats import StoredWeight, find_weight, slice_of
+from snapshot.formats import find_weight
+from snapshot.fused import find_fused
 from snapshot.reader import PAGE, page_end
 
 MATRICES = ("gate", "up", "down")
@@ -42,6 +42,7 @@ class Piece:
     at: int
     scales_at: int | None
     scale_dtype: torch.dtype | None
+    within: Within | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +60,8 @@ class ExpertPlace:
 
     @property
     def is_packed(self):
-        """Whether a matrix is stored in an integer format: then the expert is kept as stored, whatever is asked."""
-        return any(piece.format.is_integer for piece in self.pieces)
+        """Whether a matrix is stored in few bits: then the expert is kept as stored, whatever is asked."""
+        return any(piece.format.is_packed for piece in self.pieces)
 
 
 class ExpertDisk:
@@ -73,7 +74,7 @@ class ExpertDisk:
         self.config, self.family, self.index, self.reader = config, family, index, reader
         self.drives = Drives([Drive(index.folder, reader)])
         self.layers = layers = config.sparse_layers if layers is None else layers
-        self.fused = {layer: fused_entries(config, family, index, layer) for layer in layers}
+        self.fused = {layer: find_fused(config, family, index, layer) for layer in layers}
         self.places = {}
         # layer -> bytes that hold any expert of it as stored
         self.expert_bytes = dict.fromkeys(layers, 0)
@@ -85,7 +86,7 @@ class ExpertDisk:
     def matrices(self, layer, expert):
         """StoredWeights gate, up, down of one expert."""
         if self.fused[layer]:
-            return fused_parts(self.fused[layer], expert, self.config.moe_intermediate_size)
+            return self.fused[layer](expert)
         table = self.family.expert_tensors(self.config, layer, expert)
         return [find_weight(self.index, *table[word]) for word in MATRICES]
 
@@ -125,40 +126,10 @@ class ExpertDisk:
         self.drives.read(self.places[layer, expert], buffer, f"expert {expert} of layer {layer}")
 
 
-def fused_entries(config, family, index, layer):
-    """The two 3-D tensors of a layer, or None when its experts are stored one by one."""
-    table = family.fused_expert_tensors(config, layer)
-    present = [name in index for name, _ in table.values()]
-    if not any(present):
-        return None
-    for expert in range(config.num_experts):
-        single = family.expert_tensors(config, layer, expert)["gate"][0]
-        if single in index:
-            raise Refused(f"{index.folder}: layer {layer} has its experts twice, as {single} and fused")
-    return {word: index.find(*table[word]) for word in table}
-
-
-def fused_parts(fused, expert, width):
-    """Gate rows, then up rows, of one slice; the down matrix of another -> StoredWeights gate, up, down."""
-    gate_up, down = fused["gate_up"], fused["down"]
-    hidden = gate_up.shape[2]
-    half, down_bytes = width * hidden * gate_up.item_bytes, hidden * width * down.item_bytes
-    start = 2 * half * expert
-    gate, up, down_part = (
-        slice_of(gate_up, start, half),
-        slice_of(gate_up, start + half, half),
-        slice_of(down, down_bytes * expert, down_bytes),
-    )
-    return [
-        StoredWeight(gate_up.name, FLOATS[gate_up.dtype], width, hidden, gate),
-        StoredWeight(gate_up.name, FLOATS[gate_up.dtype], width, hidden, up),
-        StoredWeight(down.name, FLOATS[down.dtype], hidden, width, down_part),
-    ]
-
-
 def lay_out(matrices):
     """StoredWeights -> ExpertPlace: buffer order is file order, runs that touch merge, no two share a page."""
-    entries = [entry for stored in matrices for entry in stored.entries]
+    # Matrices whose rows lie by turns share what they are in.
+    entries = dict.fromkeys(entry for stored in matrices for entry in stored.entries)
     runs, at, end = [], {}, 0
     for entry in sorted(entries, key=lambda entry: (str(entry.path), entry.offset)):
         last = runs[-1] if runs else None
@@ -176,7 +147,8 @@ def lay_out(matrices):
     def piece_of(stored):
         data, scales = stored.data, stored.scales
         scales_at = scales and at[scales.path, scales.offset]
-        scale_dtype = scales and DTYPES[scales.dtype]
-        return Piece(stored.format, stored.rows, stored.columns, at[data.path, data.offset], scales_at, scale_dtype)
+        scale_dtype = scales and SCALE_DTYPES[scales.dtype]
+        data_at = at[data.path, data.offset]
+        return Piece(stored.format, stored.rows, stored.columns, data_at, scales_at, scale_dtype, stored.within)
 
     return ExpertPlace(tuple(runs), tuple(map(piece_of, matrices)), page_end(end))

@@ -16,6 +16,7 @@ class Family:
     moe: str = "mlp."  # where a layer has its router and its experts, one by one
     router: str = "gate"
     experts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    alternates: bool = False  # with all experts of a layer in two tensors: gate and up by turns, [in, out]
     # Other spellings of a part of a name: snapshots with all experts of a layer in two tensors may name so.
     aliases: tuple[tuple[str, str], ...] = ()
 
@@ -103,13 +104,38 @@ class Family:
         prefix = f"{self.layer_prefix(layer)}{self.moe}experts.{expert}."
         return mlp_tensors(c, prefix, c.moe_intermediate_size, self.experts)
 
-    def fused_expert_tensors(self, c, layer):
-        """All experts of a layer in two tensors, gate rows before up rows: how transformers keeps them in memory."""
-        prefix, E, W = self.layer_prefix(layer) + "mlp.experts.", c.num_experts, c.moe_intermediate_size
+    def expert_biases(self, c, layer):
+        """Of all experts of a layer together; they stay in memory."""
+        prefix, E = self.layer_prefix(layer) + "mlp.experts.", c.num_experts
         return {
-            "gate_up": (prefix + "gate_up_proj", (E, 2 * W, c.hidden_size)),
-            "down": (prefix + "down_proj", (E, c.hidden_size, W)),
+            "gate_up": (prefix + "gate_up_proj_bias", (E, 2 * c.moe_intermediate_size)),
+            "down": (prefix + "down_proj_bias", (E, c.hidden_size)),
         }
+
+    def fused_expert_tensors(self, c, layer):
+        """All experts of a layer in two tensors: how transformers keeps them in memory. snapshot/fused.py takes them
+        apart."""
+        prefix = self.layer_prefix(layer) + "mlp.experts."
+        E, D, W = c.num_experts, c.hidden_size, c.moe_intermediate_size
+        return {
+            "gate_up": (prefix + "gate_up_proj", (E, D, 2 * W) if self.alternates else (E, 2 * W, D)),
+            "down": (prefix + "down_proj", (E, W, D) if self.alternates else (E, D, W)),
+        }
+
+    def packed_expert_tensors(self, c, layer):
+        """The same in MXFP4, of families that are published so: blocks of 32 columns, and a scale for each."""
+        if not self.alternates:
+            return {}
+        prefix = self.layer_prefix(layer) + "mlp.experts."
+        table = {}
+        for word, rows, columns in (
+            ("gate_up", 2 * c.moe_intermediate_size, c.hidden_size),
+            ("down", c.hidden_size, c.moe_intermediate_size),
+        ):
+            shape = (c.num_experts, rows, columns // 32)
+            table[word] = (f"{prefix}{word}_proj_blocks", (*shape, 16))
+            table[word + "_scales"] = (f"{prefix}{word}_proj_scales", shape)
+        return table
 
 
 def mla_tensors(c, prefix):

@@ -6,6 +6,8 @@ A matrix X comes as one of
     X of dtype F8_E4M3 with X_scale_inv              FP8 checkpoints, blocks of 128 x 128
     X of dtype U8 with X.qs                          containers; X flat, so [out, in] comes from config.json
 
+or lies with others in a larger tensor, as snapshot/fused.py says.
+
 A container names its formats in the metadata of its files (STAMP). Where it does not, as in all that the C engine
 wrote, byte counts tell them apart, in the order in which the C engine tries.
 """
@@ -13,7 +15,7 @@ wrote, byte counts tell them apart, in the order in which the C engine tries.
 import math
 from dataclasses import dataclass, replace
 
-from kernels.packing import BLOCK, FLOATS, FORMATS, FP8, GROUPS, Format
+from kernels.packing import BLOCK, FLOATS, FORMATS, FP8, GROUPS, MXFP4, Format, Within
 from snapshot.errors import Refused, shorten, show
 from snapshot.index import TensorEntry
 
@@ -29,7 +31,7 @@ UNSTAMPED += [FORMATS[f"int4-g{group}"] for group in GROUPS]
 
 @dataclass(frozen=True, slots=True)
 class StoredWeight:
-    """A matrix in the files: its format, and where its data and scales lie."""
+    """A matrix in the files: its format, and where its data and scales lie, or those of the larger one it is in."""
 
     name: str
     format: Format
@@ -37,6 +39,7 @@ class StoredWeight:
     columns: int
     data: TensorEntry
     scales: TensorEntry | None = None
+    within: Within | None = None
 
     @property
     def entries(self):
@@ -50,6 +53,8 @@ class StoredWeight:
 
     def part(self, start, stop):
         """Rows start .. stop alone; of an fp8 matrix start must begin a block."""
+        if self.within:
+            return replace(self, rows=stop - start, within=self.within.after(start))
         scales, rows = self.scales, stop - start
         if scales is not None:
             unit = BLOCK if self.format is FP8 else 1
@@ -109,7 +114,7 @@ def container_weight(index, name, rows, columns):
             refuse(f"is stamped {fmt} and has {data.num_bytes} bytes and {num_scales} scales, which do not fit")
     else:
         fmt = infer_format(data.num_bytes, num_scales, scales.dtype, rows, columns, refuse)
-    dtypes = ("F32",) if fmt is FP8 else ("F32", "F16")
+    dtypes = ("F32",) if fmt is FP8 else ("U8",) if fmt is MXFP4 else ("F32", "F16")
     if scales.dtype not in dtypes:
         refuse(f"has scales of dtype {shorten(scales.dtype)}, {fmt} goes with {' or '.join(dtypes)}")
     return StoredWeight(name, fmt, rows, columns, data, scales)

@@ -11,6 +11,7 @@ import torch
 from kernels.packing import (
     DTYPES,
     FLOATS,
+    SCALE_DTYPES,
     Weight,
     grouped,
     pack_rows,
@@ -74,11 +75,21 @@ class MlpWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertBiases:
+    """Those of all experts of a layer, float32."""
+
+    gate: torch.Tensor  # [experts, width]
+    up: torch.Tensor
+    down: torch.Tensor  # [experts, hidden]
+
+
+@dataclass(frozen=True, slots=True)
 class MoeWeights:
     router: Weight  # [experts, hidden], float32
     router_bias: torch.Tensor | None = None  # [experts] float32, takes part in the choice alone
     logit_bias: torch.Tensor | None = None  # [experts] float32, part of the logits
     shared: MlpWeights | None = None
+    biases: ExpertBiases | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,10 +141,12 @@ class ResidentTensors:
         self.has_indexer = self.check_indexer()
         routed = (*config.sparse_layers, *self.mtp_layers)
         self.router_names = {self.layer_tables(layer)["router"]["router"][0] for layer in routed}
+        biases = (self.layer_tables(layer).get("expert_biases", {}) for layer in routed)
+        bias_names = {name for table in biases for name, _ in table.values()}
         for table in self.tables():
             for name, shape in table.values():
                 # A rounded router would choose other experts.
-                is_float32 = len(shape) == 1 or name in self.router_names
+                is_float32 = len(shape) == 1 or name in self.router_names or name in bias_names
                 self.stored[name] = index.find(name, shape) if is_float32 else find_weight(index, name, shape)
 
     @property
@@ -196,6 +209,8 @@ class ResidentTensors:
             tables["mlp"] = family.dense_tensors(c, layer)
         else:
             tables["router"] = family.resolve(family.router_tensors(c, layer), self.index)
+            if c.gate_limit:
+                tables["expert_biases"] = family.expert_biases(c, layer)
             if c.num_shared_experts:
                 tables["shared"] = family.shared_expert_tensors(c, layer)
         if is_mtp:
@@ -214,7 +229,7 @@ class ResidentTensors:
 
     def packs(self, stored, bits):
         """Whether a matrix is packed at load; the embedding is only looked up and stays as stored."""
-        return bits < 16 and not stored.format.is_integer and stored.name != self.embed_name
+        return bits < 16 and not stored.format.is_packed and stored.name != self.embed_name
 
     def matrix_bytes(self, stored, bits):
         """Memory of one matrix."""
@@ -235,7 +250,8 @@ class ResidentTensors:
         for name, stored in sorted(self.stored.items(), key=lambda item: place_of(item[1])):
             if not isinstance(stored, StoredWeight):
                 tensor = read_tensor(reader, stored).float()
-                loaded[name] = Weight(tensor, tensor.shape[1], FLOATS["F32"]) if tensor.dim() == 2 else tensor
+                is_router = name in self.router_names
+                loaded[name] = Weight(tensor, tensor.shape[1], FLOATS["F32"]) if is_router else tensor
                 continue
             buffer = arena.take(self.matrix_bytes(stored, bits))
             if self.packs(stored, bits):
@@ -265,10 +281,16 @@ def bind_layer(tables):
         mlp = MlpWeights(**tables["mlp"])
     else:
         shared = MlpWeights(**tables["shared"]) if "shared" in tables else None
-        mlp = MoeWeights(**tables["router"], shared=shared)
+        biases = bind_biases(**tables["expert_biases"]) if "expert_biases" in tables else None
+        mlp = MoeWeights(**tables["router"], shared=shared, biases=biases)
     indexer = IndexerWeights(**tables["indexer"]) if "indexer" in tables else None
     attention = MlaWeights if "kv_a" in tables["attention"] else GqaWeights
     return LayerWeights(attention(**tables["attention"]), indexer, mlp)
+
+
+def bind_biases(gate_up, down):
+    """gate_up [experts, 2 * width], gate and up by turns -> ExpertBiases."""
+    return ExpertBiases(gate_up[:, 0::2].contiguous(), gate_up[:, 1::2].contiguous(), down)
 
 
 def place_of(stored):
@@ -298,8 +320,8 @@ def read_weight(reader, stored, buffer=None, exact=False):
         part = memoryview(buffer[at : at + entry.num_bytes].numpy())
         reader.read_into(entry.path, entry.offset, part, f"tensor {entry.name}")
         if entry is stored.scales:
-            scale_dtype, at = DTYPES[entry.dtype], entry.num_bytes
-    return view_weight(buffer, stored.format, stored.rows, stored.columns, at, 0, scale_dtype, exact)
+            scale_dtype, at = SCALE_DTYPES[entry.dtype], entry.num_bytes
+    return view_weight(buffer, stored.format, stored.rows, stored.columns, at, 0, scale_dtype, exact, stored.within)
 
 
 def read_packed(reader, stored, buffer, bits, exact=False):

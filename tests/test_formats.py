@@ -282,4 +282,4 @@ def test_an_expert_of_several_formats(tmp_path, load):
 
 
 def test_every_format_has_a_name_of_its_own():
-    assert len({fmt.name for fmt in FORMATS.values()}) == len(FORMATS) == 3 + 1 + 3 + 3 * len(GROUPS) + 1
+    assert len({fmt.name for fmt in FORMATS.values()}) == len(FORMATS) == 3 + 1 + 1 + 3 + 3 * len(GROUPS) + 1

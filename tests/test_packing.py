@@ -8,8 +8,10 @@ from kernels.packing import (
     FORMATS,
     FP8,
     INTEGERS,
+    MXFP4,
     SEARCH,
     Weight,
+    Within,
     grouped,
     pack,
     pack_rows,
@@ -18,6 +20,7 @@ from kernels.packing import (
     quantise,
     quantise_blocks,
     unpack,
+    view_weight,
 )
 from kernels.reference import linear, round_activations
 
@@ -129,6 +132,8 @@ def test_some_rows_are_rows_of_the_whole(fmt):
     matrix = random(300, 200)
     if fmt is FP8:
         weight = fp8(matrix)
+    elif fmt is MXFP4:
+        weight = mxfp4(300, 200)
     elif fmt.has_scales:
         weight = pack(matrix, fmt)
     else:
@@ -137,6 +142,40 @@ def test_some_rows_are_rows_of_the_whole(fmt):
     assert torch.equal(weight.take(ids), whole[ids])
     assert torch.equal(weight.widen(3, 150), whole[3:150]) and torch.equal(weight.widen(256), whole[256:])
     assert weight.num_bytes == fmt.num_bytes(300, 200)
+
+
+def mxfp4(rows, columns):
+    """Any bytes are a matrix of this format; exponents near those of real weights."""
+    gen = torch.Generator().manual_seed(4)
+    data = torch.randint(0, 256, (rows, MXFP4.row_bytes(columns)), generator=gen, dtype=torch.uint8)
+    scales = torch.randint(110, 135, MXFP4.scale_shape(rows, columns), generator=gen, dtype=torch.uint8)
+    return Weight(data, columns, MXFP4, scales)
+
+
+def test_mxfp4_value_by_value():
+    """e2m1: a sign, two bits of exponent, one of fraction; the even column is in the low nibble (OCP MX v1.0)."""
+    weight = mxfp4(5, 70)
+    values = weight.widen()
+    for row in range(5):
+        for column in range(70):
+            nibble = int(weight.data[row, column // 2]) >> 4 * (column % 2) & 15
+            sign, exponent, fraction = nibble >> 3, nibble >> 1 & 3, nibble & 1
+            size = (1 + fraction / 2) * 2.0 ** (exponent - 1) if exponent else fraction / 2
+            assert values[row, column] == (-1) ** sign * size * 2.0 ** (int(weight.scales[row, column // 32]) - 127)
+
+
+def test_a_matrix_within_a_larger_one():
+    """Every other row, or every other column of one that lies as [in, out]; rows of it, and the rest after some."""
+    matrix = random(12, 8)
+    for is_transposed in (False, True):
+        lying = (matrix.T if is_transposed else matrix).contiguous()
+        buffer = torch.cat([torch.zeros(8), lying.flatten()]).view(torch.uint8)
+        for first in (0, 1):
+            within = Within(first, 2, 12, is_transposed)
+            weight = view_weight(buffer, FORMATS["f32"], 6, 8, 32, within=within)
+            assert torch.equal(weight.widen(), matrix[first::2]) and weight.rows == 6
+            rest = view_weight(buffer, FORMATS["f32"], 3, 8, 32, within=within.after(2))
+            assert torch.equal(rest.widen(), matrix[first::2][2:5])
 
 
 @pytest.mark.parametrize("shape", [(128, 128), (160, 144), (5, 300), (129, 1)])

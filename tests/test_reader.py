@@ -96,7 +96,9 @@ def test_direct_and_buffered_reads_of_every_fixture(folder, direct_works):
 def make_matrix(path, data, scales):
     """A stand-in for a StoredWeight: where its data and its scales lie."""
     entries = [TensorEntry("t", path, offset, num_bytes, dtype, ()) for offset, num_bytes, dtype in (data, scales)]
-    return SimpleNamespace(entries=entries, data=entries[0], scales=entries[1], format=None, rows=1, columns=1)
+    return SimpleNamespace(
+        entries=entries, data=entries[0], scales=entries[1], format=None, rows=1, columns=1, within=None
+    )
 
 
 @st.composite
