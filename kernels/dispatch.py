@@ -58,11 +58,7 @@ def open_library(variants, folder):
 
 def first(operation, *arguments):
     for candidate in candidates:
-        kernel = getattr(candidate, operation, None)  # not every operation is written in C
-        try:
-            result = kernel and kernel(*arguments)
-        except NotImplementedError:  # nor every weight format
-            result = None
+        result = getattr(candidate, operation)(*arguments)
         if result is not None:
             return result
     return getattr(reference, operation)(*arguments)

@@ -9,15 +9,15 @@ import ctypes
 import struct
 from array import array
 from ctypes import POINTER, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_void_p
+from dataclasses import replace
 from types import SimpleNamespace
 
 import torch
 
-from kernels.packing import MXFP4
-
-KINDS = {"f32": 0, "bf16": 1, "f16": 2, "fp8-b128": 3}
-INTEGER_KINDS = {8: 4, 4: 5, 3: 6, 2: 7}
-SCALE_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+KINDS = {"f32": 0, "bf16": 1, "f16": 2, "fp8-b128": 3, "mxfp4": 4}
+INTEGER_KINDS = {8: 5, 4: 6, 3: 7, 2: 8}
+SCALE_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.uint8: 3}
+KV_KINDS = {torch.float32: 0, torch.bfloat16: 1}
 
 
 class WeightStruct(ctypes.Structure):
@@ -27,6 +27,7 @@ class WeightStruct(ctypes.Structure):
         ("rows", c_int64),
         ("columns", c_int64),
         ("row_bytes", c_int64),
+        ("row_scales", c_int64),
         ("kind", c_int32),
         ("group", c_int32),
         ("scale_kind", c_int32),
@@ -59,6 +60,11 @@ class ExpertsStruct(ctypes.Structure):
         ("hidden", c_int64),
         ("width", c_int64),
         ("places", c_void_p),
+        ("gate_bias", c_void_p),
+        ("up_bias", c_void_p),
+        ("down_bias", c_void_p),
+        ("limit", c_float),
+        ("alpha", c_float),
     ]
 
 
@@ -101,6 +107,25 @@ class MlaStruct(ctypes.Structure):
         ("value", c_int64),
         ("latent", c_int64),
         ("scale", c_float),
+    ]
+
+
+class GroupedStruct(ctypes.Structure):
+    _fields_ = [
+        ("queries", c_void_p),
+        ("keys", c_void_p),
+        ("values", c_void_p),
+        ("sinks", c_void_p),
+        ("out", c_void_p),
+        ("count", c_int64),
+        ("position", c_int64),
+        ("window", c_int64),
+        ("heads", c_int64),
+        ("groups", c_int64),
+        ("width", c_int64),
+        ("value", c_int64),
+        ("scale", c_float),
+        ("kind", c_int32),
     ]
 
 
@@ -152,6 +177,7 @@ class RotateStruct(ctypes.Structure):
         ("width", c_int64),
         ("first", c_int64),
         ("rotary", c_int64),
+        ("halves", c_int64),
     ]
 
 
@@ -211,6 +237,7 @@ CALLS = {
     "gated_mlp": MlpStruct,
     "add_weighted": AddStruct,
     "mla": MlaStruct,
+    "grouped_attention": GroupedStruct,
     "index_scores": IndexStruct,
     "top_positions": TopStruct,
     "rms_norm": NormStruct,
@@ -243,17 +270,16 @@ def packer(kind):
 
 def struct_of(weight):
     """The C view of a Weight, made once; the Weight keeps the memory alive. `address` and `raw` are where it is, and
-    its bytes. NotImplementedError for a format or an order of numbers that no kernel reads."""
+    its bytes. The numbers of a row lie side by side."""
     if weight.native is None:
         fmt, scales = weight.format, weight.scales
-        if fmt is MXFP4 or weight.data.stride(1) != 1:
-            raise NotImplementedError(f"no kernel reads {fmt} as it lies")
         view = WeightStruct(
             data=weight.data.data_ptr(),
             scales=None if scales is None else scales.data_ptr(),
             rows=weight.rows,
             columns=weight.columns,
             row_bytes=weight.data.stride(0) * weight.data.element_size(),
+            row_scales=0 if scales is None else scales.stride(0),
             kind=INTEGER_KINDS[fmt.bits] if fmt.is_integer else KINDS[fmt.name],
             group=fmt.group or weight.columns,
             scale_kind=0 if scales is None else SCALE_KINDS[scales.dtype],
@@ -262,6 +288,11 @@ def struct_of(weight):
         view.address, view.raw = ctypes.addressof(view), bytes(view)
         object.__setattr__(weight, "native", view)
     return weight.native
+
+
+def row_major(weight):
+    """A Weight whose rows have their numbers side by side: itself, or a copy for a matrix that lies as [in, out]."""
+    return weight if weight.data.stride(1) == 1 else replace(weight, data=weight.data.contiguous(), native=None)
 
 
 def pointer(tensor):
@@ -318,19 +349,23 @@ class Native:
         return out
 
     def add_experts(self, out, x, experts, starts, rows, shares, gates=None):
-        """As reference.add_experts; declines clamped gates."""
-        return None if gates else self._experts(out, x, experts, starts, rows, shares, None)
+        """As reference.add_experts."""
+        return self._experts(out, x, experts, starts, rows, shares, None, gates)
 
     def expert_outputs(self, outputs, x, experts, starts, rows, places, gates=None):
-        """As reference.expert_outputs; declines clamped gates."""
-        return None if gates else self._experts(outputs, x, experts, starts, rows, None, places)
+        """As reference.expert_outputs."""
+        return self._experts(outputs, x, experts, starts, rows, None, places, gates)
 
-    def _experts(self, out, x, experts, starts, rows, shares, places):
-        matrices = array("b", b"".join([struct_of(matrix).raw for three in experts for matrix in three]))
-        width = experts[0][0].rows
+    def _experts(self, out, x, experts, starts, rows, shares, places, gates):
+        weights = [row_major(matrix) for three in experts for matrix in three]  # held until the call is done
+        matrices = array("b", b"".join([struct_of(weight).raw for weight in weights]))
         pointers = matrices.buffer_info()[0], starts.data_ptr(), rows.data_ptr(), pointer(shares), x.data_ptr()
-        sizes = len(experts), *x.shape, width
-        check(self.call.experts(self.pack.experts(*pointers, out.data_ptr(), *sizes, pointer(places))))
+        call = *pointers, out.data_ptr(), len(experts), *x.shape, weights[0].rows, pointer(places)
+        clamped = (0, 0, 0, 0.0, 0.0)
+        if gates:
+            biases = gates.gate_bias.contiguous(), gates.up_bias.contiguous(), gates.down_bias.contiguous()
+            clamped = *map(pointer, biases), gates.limit, gates.alpha
+        check(self.call.experts(self.pack.experts(*call, *clamped)))
         return out
 
     def add_weighted(self, out, outputs, rows, shares):
@@ -350,6 +385,16 @@ class Native:
         pointers = queries.data_ptr(), latents.data_ptr(), rope_keys.data_ptr(), pointer(selection), out.data_ptr()
         sizes = T, position, topk, H, width - R, R, value_dim, L
         check(self.call.mla(self.pack.mla(struct_of(kv_b).address, *pointers, *sizes, scale)))
+        return out
+
+    def grouped_attention(self, queries, keys, values, position, window=0, sinks=None, scale=1.0):
+        """As reference.grouped_attention; keys and values lie position after position."""
+        T, H, D = queries.shape
+        G, V = values.shape[1:]
+        queries, out = queries.contiguous(), torch.empty(T, H, V)
+        pointers = queries.data_ptr(), keys.data_ptr(), values.data_ptr(), pointer(sinks), out.data_ptr()
+        call = *pointers, T, position, window, H, G, D, V, scale, KV_KINDS[keys.dtype]
+        check(self.call.grouped_attention(self.pack.grouped_attention(*call)))
         return out
 
     def index_scores(self, queries, head_weights, keys):
@@ -385,24 +430,32 @@ class Native:
         check(self.call.layer_norm(self.pack.layer_norm(*pointers, rows, columns, stride, eps)))
         return out
 
-    def rotate(self, x, first, cos, sin):
+    def rotate(self, x, first, cos, sin, halves=0):
         """As reference.rotate."""
         rows, half = cos.shape
         width = x.shape[-1]
         heads = x.shape[1] if x.dim() == 3 else 1
-        call = x.data_ptr(), cos.data_ptr(), sin.data_ptr(), rows, heads, width, first, 2 * half
+        call = x.data_ptr(), cos.data_ptr(), sin.data_ptr(), rows, heads, width, first, 2 * half, halves
         check(self.call.rotate(self.pack.rotate(*call)))
         return x
+
+    def rotate_halves(self, x, first, cos, sin):
+        """As reference.rotate_halves."""
+        return self.rotate(x, first, cos, sin, 1)
 
     def route(self, logits, bias, num_active, num_groups, num_active_groups, normalise, scaling, mass=0.0):
         """As reference.route."""
         rows, experts = logits.shape
         active = min(num_active, experts)
         chosen, weights = torch.empty(rows, active, dtype=torch.int64), torch.empty(rows, active)
-        pointers = logits.data_ptr(), bias.data_ptr(), chosen.data_ptr(), weights.data_ptr()
+        pointers = logits.data_ptr(), pointer(bias), chosen.data_ptr(), weights.data_ptr()
         sizes = rows, experts, active, num_groups, num_active_groups
         check(self.call.route(self.pack.route(*pointers, *sizes, mass, scaling, normalise)))
         return chosen, weights
+
+    def route_softmax(self, logits, num_active, normalise, scaling, mass=0.0):
+        """As reference.route_softmax."""
+        return self.route(logits, None, num_active, 1, 1, normalise, scaling, mass)
 
     def group_by_expert(self, chosen, shares, num_experts):
         """As reference.group_by_expert."""

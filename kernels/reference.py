@@ -317,7 +317,8 @@ def latent_attention(q_latent, q_rope, latents, rope_keys, allowed, scale):
 def grouped_attention(queries, keys, values, position, window=0, sinks=None, scale=1.0):
     """Grouped-query attention of T new rows of one sequence: G groups of H / G heads, each with one key and value.
 
-    queries [T, H, D]; keys [S, G, D] and values [S, G, V] of all positions, the new ones included. Row t is position
+    queries [T, H, D]; keys [S, G, D] and values [S, G, V], float32 or bfloat16, of all positions, the new ones
+    included. Row t is position
     `position` + t and sees the positions up to its own, of these the last `window` where that is above 0. sinks [H]:
     one more score of each head, in the softmax alone. -> [T, H, V].
 
@@ -329,9 +330,9 @@ def grouped_attention(queries, keys, values, position, window=0, sinks=None, sca
     queries = queries.reshape(T, G, H // G, D) * scale
     for t in range(T):
         seen = slice(max(0, position + t + 1 - window) if window else 0, position + t + 1)
-        scores = queries[t] @ keys[:, :, seen]  # [G, H / G, what is seen]
+        scores = queries[t] @ keys[:, :, seen].float()  # [G, H / G, what is seen]
         if sinks is not None:
             scores = torch.cat([scores, sinks.view(G, -1, 1)], dim=-1)
         shares = scores.softmax(-1)[..., : seen.stop - seen.start]
-        out[t] = (shares @ values[:, seen]).view(H, V)
+        out[t] = (shares @ values[:, seen].float()).view(H, V)
     return out

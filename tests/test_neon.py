@@ -23,6 +23,7 @@ from kernels.packing import FORMATS, FP8, Weight
 from kernels.reference import rope_angles
 from snapshot.rope import plain_frequencies
 from tests.conftest import FIXTURES
+from tests.test_family_kernels import clamped_case
 from tests.test_kernels import FOLDER, attention_case, experts_case, randn, weights_of
 
 COMPILER = "aarch64-linux-gnu-gcc"
@@ -37,7 +38,7 @@ OTHERS = ("f32", "bf16", "f16", "fp8-b128", "int4-g16", "int8-g96")
 # In the order of fixtures/neon_check.c.
 OPERATIONS = (
     *("linear", "experts", "mla", "index_scores", "gated_mlp", "add_weighted", "rms_norm", "layer_norm", "rotate"),
-    *("route", "top_positions", "logprobs"),
+    *("route", "top_positions", "logprobs", "grouped_attention"),
 )
 
 
@@ -192,6 +193,34 @@ def add_attention(memory, native):
                     )  # fmt: skip
 
 
+def add_grouped_attention(memory, native):
+    """The families that keep keys and values: attention, rotation by halves, softmax router, clamped gates."""
+    for H, G, D, V, T, S, window in ((8, 2, 64, 48, 5, 40, 7), (5, 1, 20, 9, 1, 30, 0)):
+        for dtype in (torch.float32, torch.bfloat16):
+            queries, sinks = randn(T, H, D), randn(H, seed=1)
+            keys, values = (randn(S, G, width, seed=width).to(dtype) for width in (D, V))
+            expected = native.grouped_attention(queries, keys, values, S - T, window, sinks, 0.3)
+            sizes = dict(count=T, position=S - T, window=window, heads=H, groups=G, width=D, value=V, scale=0.3)
+            tensors = dict(queries=queries, keys=keys, values=values, sinks=sinks, kind=int(dtype == torch.bfloat16))
+            memory.call(f"grouped {H} {dtype}", "grouped_attention", expected, **sizes, **tensors)
+    x, (cos, sin) = randn(9, 3, 50), rope_angles(torch.arange(9), plain_frequencies(1e4, 16))
+    expected = {"x": native.rotate_halves(x.clone(), 20, cos, sin)}
+    numbers = dict(rows=9, heads=3, width=50, first=20, rotary=16, halves=1)
+    memory.call("rotate halves", "rotate", expected, x=x, cos=cos, sin=sin, **numbers)
+    logits = odd_rows(96).clamp(-60, 60)
+    chosen, weights = native.route_softmax(logits, 6, True, 1.0)
+    sizes = dict(rows=20, experts=96, active=6, groups=1, active_groups=1, scaling=1.0, normalise=1)
+    memory.call("softmax", "route", {"chosen": chosen, "weights": weights}, logits=logits, bias=None, **sizes)
+    experts, gates = clamped_case(FORMATS["mxfp4"])
+    x, starts, rows, shares = randn(18, 96) / 9, torch.tensor([0, 1, 1, 18, 20, 23]), torch.arange(23) % 18, randn(23)
+    expected = native.add_experts(torch.zeros_like(x), x, experts, starts, rows, shares, gates)
+    biases = dict(gate_bias=gates.gate_bias, up_bias=gates.up_bias, down_bias=gates.down_bias)
+    matrices = [matrix for three in experts for matrix in three]
+    numbers = dict(experts=5, count=18, hidden=96, width=64, limit=gates.limit, alpha=gates.alpha)
+    tensors = dict(x=x, starts=starts, rows=rows, shares=shares, matrices=matrices)
+    memory.call("clamped", "experts", expected, **tensors, **biases, **numbers)
+
+
 def add_indexer(memory, native):
     for T, H, D, S in ((5, 8, 16, 40), (20, 32, 128, 130), (1, 3, 20, 1)):
         tensors = dict(queries=randn(T, H, D), weights=randn(T, H, seed=1), keys=randn(S, D, seed=2))
@@ -280,7 +309,8 @@ def memory(emulate):
     except NoCompiler as error:
         pytest.skip(str(error))
     out = Memory()
-    for add in (add_linears, add_odd_numbers, add_experts, add_attention, add_indexer, add_rows, add_choices):
+    adders = add_linears, add_odd_numbers, add_experts, add_attention, add_grouped_attention, add_indexer, add_rows
+    for add in (*adders, add_choices):
         add(out, native)
     return out
 
