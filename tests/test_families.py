@@ -1,6 +1,7 @@
 """Every model type: transformers' numbers, each mode, cache, conversion, drafts and rows, from each naming."""
 
 import json
+import math
 import shutil
 import signal
 from dataclasses import replace
@@ -394,11 +395,27 @@ def test_any_value_under_any_key_is_taken_or_refused(name):
     assert 50 < numbers < len(changes) - 50
 
 
-def test_an_older_spelling_of_yarn(tmp_path):
-    """rope_scaling with `type`, and rope_theta at the top, as published DeepSeek-V3 has it."""
-    shutil.copytree(FIXTURES / "deepseek_v3_yarn", tmp_path, dirs_exist_ok=True)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_older_spelling_of_rope(tmp_path, name):
+    """rope_theta and partial_rotary_factor at the top, rope_scaling with `type` or null, as published configs have."""
+    shutil.copytree(FIXTURES / name, tmp_path, dirs_exist_ok=True)
     config, expected = read_json(tmp_path / "config.json"), read_config(tmp_path)[0]
     rope = config.pop("rope_parameters")
-    config |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope | {"type": rope.pop("rope_type")}}
+    config |= {key: rope.pop(key) for key in ("rope_theta", "partial_rotary_factor") if key in rope}
+    kind = rope.pop("rope_type")
+    config["rope_scaling"] = None if kind == "default" else rope | {"type": kind}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert read_config(tmp_path)[0] == expected
+
+
+def test_what_gpt_oss_means_where_it_says_nothing(tmp_path):
+    """Every other layer has a window of 128, and yarn stretches 4,096 positions by 32."""
+    config = read_json(FIXTURES / "gpt_oss" / "config.json")
+    for key in ("layer_types", "sliding_window", "rope_parameters", "swiglu_limit", "swiglu_alpha", "head_dim"):
+        del config[key]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    c, _ = read_config(tmp_path)
+    assert c.windows == (128, 0, 128, 0) and (c.gate_limit, c.gate_alpha, c.qk_head_dim) == (7.0, 1.702, 64)
+    assert c.rope.factor == pytest.approx(0.1 * math.log(32) + 1)
+    # The quickest pair turns more than 32 times over 4,096 positions and stays, the slowest less than once.
+    assert c.rope.frequencies[0] == 1 and c.rope.frequencies[-1] == pytest.approx(150000.0 ** (-62 / 64) / 32)
