@@ -32,8 +32,8 @@ from kernels.packing import Weight
 from settings import EMBEDDED_SNAPSHOT, Settings
 from snapshot.arena import Arena
 from snapshot.expert_prefetch import Lookahead
-from snapshot.resident import MoeWeights
 from snapshot.threads import num_threads
+from snapshot.weights import MoeWeights
 
 SYNTHETIC = Path(__file__).resolve().parents[1] / "scripts" / "make_synthetic.py"
 READ_BYTES = 256 << 20

@@ -21,10 +21,12 @@ def scratch_bytes(config, chunk_rows, capacity, is_native=False):
     """An upper estimate of temporary float32 memory for chunks of that many rows over `capacity` positions.
 
     Sums what is alive at once in the hungriest stage of a layer; blocks are capped where the code caps them. The C
-    kernels (is_native) hold neither scores nor widened weights: they make them row by row.
+    kernels (is_native) hold neither scores nor widened weights: they make them row by row. Grouped queries have their
+    scores made a row at a time, and experts with clamped gates their weights widened, by any kernels.
     """
     c = config
     is_mla = c.attention == "mla"
+    row_scores = 0 if is_mla else 16 * c.num_heads * capacity
     rows = min(chunk_rows, capacity)
     q_width, v_width = c.num_heads * c.qk_head_dim, c.num_heads * c.v_head_dim
     index_width = c.index_num_heads * c.index_head_dim
@@ -38,12 +40,12 @@ def scratch_bytes(config, chunk_rows, capacity, is_native=False):
         assignments = min(OUTPUT_BYTES, 4 * rows * c.num_active_experts * c.hidden_size)
         # Rows gathered for their experts, what comes out, and between them the two halves of the hidden layer.
         experts = assignments * (2 * c.hidden_size + 2 * c.moe_intermediate_size) // c.hidden_size
-        return 4 * rows * (hidden + max(attention, moe)) + experts + selection + logits
+        widened = min(3 * WIDEN_BYTES, 12 * c.hidden_size * c.moe_intermediate_size) if c.gate_limit else 0
+        return 4 * rows * (hidden + max(attention, moe)) + experts + selection + logits + row_scores + widened
     keys = 3 * c.num_heads * c.kv_lora_rank if is_mla else 2 * sum(c.kv_widths)
     attention = 2 * q_width + keys + 2 * index_width + v_width
     kv_b = c.num_heads * (c.nope_head_dim + c.v_head_dim) * c.kv_lora_rank
-    # Grouped queries are scored a row at a time.
-    blocks = 3 * max(indexer.BLOCK_BYTES, BLOCK_BYTES) if is_mla else 16 * c.num_heads * capacity
+    blocks = 3 * max(indexer.BLOCK_BYTES, BLOCK_BYTES) if is_mla else row_scores
     full_scores = 4 * rows * c.num_heads * capacity  # small models never reach the block size
     return (
         4 * (rows * (hidden + max(attention, moe)) + kv_b)

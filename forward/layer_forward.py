@@ -6,7 +6,7 @@ from forward.mlp import mlp
 from forward.moe import moe
 from forward.route import look_ahead
 from kernels.dispatch import rms_norm
-from snapshot.resident import MoeWeights
+from snapshot.weights import MoeWeights
 
 
 def layer_forward(model, layer, weights, x, chunk, selections):

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from forward.profile import Profile
 from snapshot.config import ModelConfig
 from snapshot.expert_cache import ExpertCache
-from snapshot.resident import ModelWeights
+from snapshot.weights import ModelWeights
 
 
 @dataclass(frozen=True, slots=True)

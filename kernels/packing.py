@@ -23,7 +23,8 @@ GROUPS = (16, 32, 48, 64, 96, 128, 192, 256)
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 SCALE_DTYPES = DTYPES | {"U8": torch.uint8}
 FLOAT4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-FLOAT4_PAIRS = torch.tensor([[FLOAT4[byte & 15], FLOAT4[byte >> 4]] for byte in range(256)])
+# The two values of a byte side by side, as one number of eight bytes: looked up in a quarter of the time.
+FLOAT4_PAIRS = torch.tensor([[FLOAT4[i & 15], FLOAT4[i >> 4]] for i in range(256)]).view(torch.float64).flatten()
 FLOAT4_SCALES = torch.tensor([2.0 ** (byte - 127) for byte in range(255)] + [torch.nan])
 PACK_BYTES = 16 << 20  # float32 rows that are read and packed at once
 CACHE_BYTES = 1 << 20  # of them, what the arithmetic works on at once: a few copies of it stay in the processor's cache
@@ -340,7 +341,7 @@ def unpack_codes(data, fmt):
     """uint8 [rows, row bytes] -> codes as float32 [rows, columns and padding]."""
     rows = len(data)
     if fmt is MXFP4:
-        return FLOAT4_PAIRS[data.int()].view(rows, -1)
+        return FLOAT4_PAIRS.index_select(0, data.flatten().int()).view(torch.float32).view(rows, -1)
     if fmt.bits == 8:
         return data.view(torch.int8).float()
     codes = torch.empty(rows, data.shape[1] * 8 // fmt.bits)

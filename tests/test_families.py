@@ -1,11 +1,14 @@
 """Every model type: transformers' numbers, each mode, cache, conversion, drafts and rows, from each naming."""
 
 import json
+import math
 import shutil
 import signal
 from dataclasses import replace
+from importlib import import_module
 
 import pytest
+import safetensors.torch
 import torch
 
 import colibri
@@ -16,12 +19,13 @@ from engine.governor import Governor
 from engine.rows import Engine
 from engine.sample import Sampler
 from engine.score import Request, score_requests
+from forward import cost
 from forward.kv_state import KvState
 from forward.layers_forward import layers_forward
 from forward.mtp import mtp, mtp_logits
 from forward.step import step_all
 from kernels.dispatch import rms_norm
-from snapshot.config import read_config
+from snapshot.config import Fields, read_config
 from snapshot.errors import Refused
 from tests.conftest import FAMILIES, FIXTURES, read_json, reference, write_fused
 from tests.test_convert import dequantised
@@ -136,7 +140,7 @@ def test_the_fixtures_show_what_a_config_says(load, name, mistake):
 
 @pytest.mark.parametrize(("name", "naming"), NAMINGS)
 def test_through_the_door(folder, monkeypatch, capsys, tmp_path, name, naming):
-    """The check, teacher forcing and SCORE, as colibri.py does them."""
+    """The check, teacher forcing, SCORE and REPLAY, as colibri.py does them."""
     ref, _ = reference(name)
     seq, log_p = ref["seq"], ref["teacher"]["logprob_next"]
     (tmp_path / "requests").write_text(f"40 8 {' '.join(map(str, seq))}\n12 5 {' '.join(map(str, seq[:17]))}\n")
@@ -144,7 +148,7 @@ def test_through_the_door(folder, monkeypatch, capsys, tmp_path, name, naming):
     monkeypatch.setenv("SNAP", str(folder(name, naming)))
     monkeypatch.setenv("USAGE", "0")
     said = []
-    for variable, value in (("DRAFT", "auto"), ("TF", "1"), ("SCORE", str(tmp_path / "requests"))):
+    for variable, value in (("DRAFT", "auto"), ("TF", "1"), ("SCORE", str(tmp_path / "requests")), ("REPLAY", "1")):
         monkeypatch.setenv(variable, value)
         assert colibri.main([]) == 0
         said.append(capsys.readouterr().out)
@@ -152,6 +156,7 @@ def test_through_the_door(folder, monkeypatch, capsys, tmp_path, name, naming):
     signal.signal(signal.SIGTERM, handler)
     assert said[0].endswith("oracle: 24/24 tokens equal\n")
     assert "PREFILL (teacher-forcing): 36/36 positions equal" in said[1]
+    assert said[3].startswith("REPLAY decode: 24 token in ")
     lines = [line.split() for line in said[2].splitlines()]
     assert [float(line[0]) for line in lines] == pytest.approx([sum(log_p[39:]), sum(log_p[11:16])], abs=1e-3)
 
@@ -218,6 +223,62 @@ def test_drafts_change_no_token(load, name, draft):
     assert (model.weights.mtp is not None) == (name in MTP)
     if name in MTP:
         assert counters.proposed > 0
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3_yarn", "deepseek_v32", "glm4_moe_lite"])
+def test_an_mtp_layer_made_of_the_last_one_drafts_and_changes_nothing(load, tmp_path, name):
+    """transformers has none for these: no numbers to compare, but the names, the wiring and the tokens."""
+    source, gen = tmp_path / "source", torch.Generator().manual_seed(1)
+    shutil.copytree(FIXTURES / name, source)
+    config = read_json(source / "config.json")
+    D, last = config["hidden_size"], f"model.layers.{config['num_hidden_layers']}."
+    tensors = safetensors.torch.load_file(source / "model.safetensors")
+    before = f"model.layers.{config['num_hidden_layers'] - 1}."
+    tensors |= {key.replace(before, last): value.clone() for key, value in tensors.items() if key.startswith(before)}
+    for key in ("enorm", "hnorm", "shared_head.norm"):
+        tensors[f"{last}{key}.weight"] = torch.ones(D)
+    tensors[last + "eh_proj.weight"] = torch.randn(D, 2 * D, generator=gen) * D**-0.5
+    safetensors.torch.save_file(tensors, source / "model.safetensors")
+    (source / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    assert convert(source, tmp_path / "out", "--experts", 16, "--dense", 16, "--embeddings", 16, "--mtp", 8) == 0
+    prompt, continuation = (reference(name)[0]["greedy"][key] for key in ("prompt", "continuation"))
+    for folder in (source, tmp_path / "out"):
+        model, counters = load(folder, DRAFT=2).model, DecodeCounters()
+        kv = KvState(model.config, 60)
+        drafter = Drafter(model, kv, Governor("2"))
+        assert list(spec_decode(model, kv, prompt, Sampler(), 24, (), drafter, None, counters)) == continuation
+        assert model.weights.mtp is not None and counters.proposed > 20
+        assert (model.weights.mtp.layer.indexer is not None) == (name == "deepseek_v32")
+
+
+# --- what it costs ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_costs_are_those_of_the_weights(load, name):
+    """The cost model counts the matrices there are; a prompt costs what its tokens do; KV bytes are what is there."""
+    loaded = load(FIXTURES / name)
+    config, resident = loaded.config, loaded.resident
+    chooses = [".wq_b.", ".indexer.weights_proj."]
+    apart = (resident.embed_name, resident.head_name)
+    counted = sum(
+        stored.rows * stored.columns
+        for stored in resident.matrices
+        if stored.name not in apart and not any(part in stored.name for part in chooses)
+    )
+    routers = len(config.sparse_layers) * config.num_experts * config.hidden_size
+    place = loaded.disk.places[config.sparse_layers[0], 0]
+    of_expert = sum(piece.rows * piece.columns for piece in place.pieces)
+    experts = len(config.sparse_layers) * config.num_active_experts * of_expert
+    assert cost.matrix_weights(config, resident.has_indexer) == counted + routers + experts
+    for length in (1, 13, 40):
+        head = 2 * config.vocab_size * config.hidden_size
+        tokens = [cost.decode_flops(config, context, resident.has_indexer) - head for context in range(1, length + 1)]
+        assert cost.prefill_flops(config, length, resident.has_indexer) == sum(tokens) + head
+    kv = KvState(config, 50)
+    assert kv.bytes == 4 * sum(part.numel() for part in (kv.latents, kv.rope_keys, kv.index_keys))
+    of_mtp = sum(config.kv_widths) + (config.index_head_dim if config.indexer_types else 0)
+    assert 50 * (cost.kv_bytes_stored(config, resident.has_indexer) + 4 * of_mtp) == kv.bytes
 
 
 # --- conversion -------------------------------------------------------------------------------------------------------
@@ -302,11 +363,57 @@ def test_what_is_not_computed_is_refused_by_name(tmp_path, name, fields, message
     assert str(tmp_path / "config.json") in str(caught.value) and message in str(caught.value)
 
 
-def test_an_older_spelling_of_yarn(tmp_path):
-    """rope_scaling with `type`, and rope_theta at the top, as published DeepSeek-V3 has it."""
-    shutil.copytree(FIXTURES / "deepseek_v3_yarn", tmp_path, dirs_exist_ok=True)
+ODD = [None, True, 0, 1, -1, 3, 2**63, 1.5, 1e308, float("nan"), "", "8", "yarn", [], [[]], [1] * 4, {}, {"": {}}]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_any_value_under_any_key_is_taken_or_refused(name):
+    """Every key that the family asks for, and every key of the rope: a ModelConfig, or one line that names the key."""
+    original, asked = read_json(FIXTURES / name / "config.json"), set()
+
+    class Recording(dict):
+        def get(self, key, *default):
+            asked.add(key)
+            return super().get(key, *default)
+
+    family = import_module(f"snapshot.families.{original['model_type']}").FAMILY
+    family.read_config(Fields(Recording(original), "config.json"))
+    rope, numbers = original["rope_parameters"], 0
+    yarn = ("type", "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+    yarn += ("attention_factor", "truncate", "rope_theta", "rope_type", "partial_rotary_factor")
+    changes = [{key: value} for key in sorted(asked - {"model_type"}) for value in ODD]
+    changes += [{"rope_parameters": rope | {key: value}} for key in yarn for value in ODD]
+    for fields in changes:
+        try:
+            config = family.read_config(Fields(original | fields, "config.json"))
+            assert len(config.rope.frequencies) == config.rope_head_dim // 2
+            numbers += 1
+        except Refused as error:
+            assert str(error).startswith("config.json: ") and "\n" not in str(error)
+    assert 50 < numbers < len(changes) - 50
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_older_spelling_of_rope(tmp_path, name):
+    """rope_theta and partial_rotary_factor at the top, rope_scaling with `type` or null, as published configs have."""
+    shutil.copytree(FIXTURES / name, tmp_path, dirs_exist_ok=True)
     config, expected = read_json(tmp_path / "config.json"), read_config(tmp_path)[0]
     rope = config.pop("rope_parameters")
-    config |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope | {"type": rope.pop("rope_type")}}
+    config |= {key: rope.pop(key) for key in ("rope_theta", "partial_rotary_factor") if key in rope}
+    kind = rope.pop("rope_type")
+    config["rope_scaling"] = None if kind == "default" else rope | {"type": kind}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert read_config(tmp_path)[0] == expected
+
+
+def test_what_gpt_oss_means_where_it_says_nothing(tmp_path):
+    """Every other layer has a window of 128, and yarn stretches 4,096 positions by 32."""
+    config = read_json(FIXTURES / "gpt_oss" / "config.json")
+    for key in ("layer_types", "sliding_window", "rope_parameters", "swiglu_limit", "swiglu_alpha", "head_dim"):
+        del config[key]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    c, _ = read_config(tmp_path)
+    assert c.windows == (128, 0, 128, 0) and (c.gate_limit, c.gate_alpha, c.qk_head_dim) == (7.0, 1.702, 64)
+    assert c.rope.factor == pytest.approx(0.1 * math.log(32) + 1)
+    # The quickest pair turns more than 32 times over 4,096 positions and stays, the slowest less than once.
+    assert c.rope.frequencies[0] == 1 and c.rope.frequencies[-1] == pytest.approx(150000.0 ** (-62 / 64) / 32)

@@ -2,6 +2,7 @@
 
 from snapshot.config import ModelConfig
 from snapshot.config_parts import check_count, read_experts, read_gqa, read_model, read_windows
+from snapshot.errors import show
 from snapshot.family import Family
 
 
@@ -24,7 +25,9 @@ def read_config(fields):
 
 def read_mlp_types(fields, num_layers):
     """Every decoder_sparse_step-th layer has experts, but for those of mlp_only_layers."""
-    step, dense = fields.count("decoder_sparse_step", 1), fields.ids("mlp_only_layers", 1 << 24)
+    step, dense = fields.count("decoder_sparse_step", 1), fields.get("mlp_only_layers", [])
+    if not isinstance(dense, list) or any(type(layer) is not int for layer in dense):
+        fields.refuse("mlp_only_layers", f"is {show(dense)}, expected a list of layers")
     is_sparse = ((i + 1) % step == 0 and i not in dense for i in range(num_layers))
     return tuple("sparse" if sparse else "dense" for sparse in is_sparse)
 
