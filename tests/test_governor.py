@@ -26,12 +26,12 @@ class Machine:
         """-> (tokens, seconds) of so many forwards."""
         tokens = seconds = 0
         for _ in range(forwards):
-            source, depth = governor.choose(offers or {"MTP": MOST})
+            [(source, depth)] = governor.choose([offers or {"MTP": MOST}])
             accepted = 0
             while accepted < depth and self.random.random() < self.right:
                 accepted += 1
             took, *rest = self.cost(depth)
-            governor.note(source, depth, depth * self.making, accepted, took, *rest)
+            governor.note([(source, depth, accepted)], 1, {source: depth * self.making}, took, *rest)
             tokens, seconds = tokens + 1 + accepted, seconds + took + depth * self.making
         return tokens, seconds
 
@@ -90,23 +90,23 @@ def test_the_better_source_is_taken():
         for source, right in (("MTP", 0.3), ("long n-gram", 0.95)):
             machine.right = right
             accepted = sum(1 for _ in range(3) if machine.random.random() < right)
-            governor.note(source, 3, 0.015, accepted, *machine.cost(3))
-            governor.note(None, 0, 0.0, 0, *machine.cost(0))
-    chosen = [governor.choose({"MTP": 8, "long n-gram": 4})[0] for _ in range(FIRST_PAUSE - 1)]
+            governor.note([(source, 3, accepted)], 1, {source: 0.015}, *machine.cost(3))
+            governor.note([(None, 0, 0)], 1, {}, *machine.cost(0))
+    chosen = [governor.choose([{"MTP": 8, "long n-gram": 4}])[0][0] for _ in range(FIRST_PAUSE - 1)]
     assert set(chosen) == {"long n-gram"}
-    assert governor.choose({"MTP": 8})[0] in ("MTP", None)
+    assert governor.choose([{"MTP": 8}])[0][0] in ("MTP", None)
 
 
 def test_a_depth_that_is_asked_for_is_kept():
     governor = Governor("3")
-    assert governor.choose({"MTP": 3}) == ("MTP", 3) and governor.choose({"n-gram": 2}) == ("n-gram", 2)
-    assert governor.choose({"n-gram": 3, "MTP": 3}) == ("MTP", 3) and governor.choose({}) == (None, 0)
-    assert Governor("0").choose({"MTP": 0}) == (None, 0)
+    assert governor.choose([{"MTP": 3}]) == [("MTP", 3)] and governor.choose([{"n-gram": 2}]) == [("n-gram", 2)]
+    assert governor.choose([{"n-gram": 3, "MTP": 3}]) == [("MTP", 3)] and governor.choose([{}]) == [(None, 0)]
+    assert Governor("0").choose([{"MTP": 0}]) == [(None, 0)]
 
 
 def test_nothing_to_guess_from_is_no_guess():
     governor = Governor()
-    assert governor.choose({}) == (None, 0)
+    assert governor.choose([{}]) == [(None, 0)]
     assert list(governor.lines()) == [] and governor.numbers()["draft_acceptance"] == {}
 
 
