@@ -124,11 +124,10 @@ class Script:
     """In place of a head: guesses that are right with a chance, by position, the same in every arm. A guess has the
     price of a head's; of its experts as large a share is missing as of the forwards of DRAFT=0."""
 
+    hidden = None  # no row waits for it
+
     def __init__(self, text, chance, machine, missing):
         self.text, self.chance, self.machine, self.missing = text, chance, machine, missing
-
-    def keep_up(self, ids):
-        """Nothing waits for it."""
 
     def propose(self, ids, depth):
         guesses = [self.guess(len(ids) + i) for i in range(depth)]

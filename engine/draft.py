@@ -80,7 +80,7 @@ class NgramSource:
 class MtpSource:
     """The model's own multi-token-prediction layer on one KvState. Hidden rows are kept until a token follows them."""
 
-    FEW, MANY = 16, 256  # rows of a chunk that may wait; rows that wait at most
+    FEW, MANY = 16, 256  # rows of a chunk that may wait; rows that wait at most, of all sequences together
 
     def __init__(self, model, kv):
         self.model, self.kv = model, kv
@@ -121,35 +121,19 @@ class MtpSource:
         mtp(self.model, [(tokens, self.kv)], self.hidden[: len(tokens)])
         self.hidden, self.first = self.hidden[len(tokens) :], self.first + len(tokens)
 
-    def keep_up(self, ids):
-        """No guess is wanted now: let not too many rows wait."""
-        if self.hidden is not None and len(self.hidden) > self.MANY:
-            self.catch_up(ids)
-
-    def catch_up(self, ids):
-        tokens, rows = self.waiting(ids)
-        if tokens:
-            mtp(self.model, [(tokens, self.kv)], rows)
-
     def resume(self, ids):
         """The sequence goes on with these ids, of which the KV state holds the first."""
         if self.hidden is None or self.first > self.kv.length:
             self.first, self.hidden = self.kv.length, None
-        else:
-            self.catch_up(ids)
+        elif self.first < self.kv.length:
+            catch_up(self.model, [(self, ids)])
 
 
 def mtp_guesses(model, wanted):
     """wanted [(MtpSource, ids, depth), ...], ids: those of its KV state and one more -> guesses of each. Each guess is
     fed back for the next, those of all sequences together."""
-    batch, rows = [], []
-    for source, ids, _ in wanted:
-        tokens, hidden = source.waiting(ids)
-        batch.append((tokens, source.kv))
-        rows.append(hidden)
-    s = mtp(model, batch, torch.cat(rows))
-    s = s[torch.tensor([len(tokens) for tokens, _ in batch]).cumsum(0) - 1]  # of the last slot of each
-    lengths, guesses = [kv.mtp_length for _, kv in batch], [[] for _ in wanted]
+    s = catch_up(model, [(source, ids) for source, ids, _ in wanted])
+    lengths, guesses = [source.kv.mtp_length for source, _, _ in wanted], [[] for _ in wanted]
     going = list(range(len(wanted)))
     while True:
         best = mtp_logits(model, s).argmax(-1).tolist()
@@ -160,9 +144,21 @@ def mtp_guesses(model, wanted):
             break
         going = [going[at] for at in more]
         s = mtp(model, [(guesses[i][-1:], wanted[i][0].kv) for i in going], s[more])
-    for (_, kv), length in zip(batch, lengths, strict=True):
-        kv.mtp_length = length  # slots of guesses are made anew when they are tokens
+    for (source, _, _), length in zip(wanted, lengths, strict=True):
+        source.kv.mtp_length = length  # slots of guesses are made anew when they are tokens
     return guesses
+
+
+def catch_up(model, wanted):
+    """wanted [(MtpSource, ids), ...] as of mtp_guesses, a row waits in each: all that wait go through the layer -> s
+    [sources, D] of the last slot of each."""
+    batch, rows = [], []
+    for source, ids in wanted:
+        tokens, hidden = source.waiting(ids)
+        batch.append((tokens, source.kv))
+        rows.append(hidden)
+    s = mtp(model, batch, torch.cat(rows))
+    return s[torch.tensor([len(tokens) for tokens, _ in batch]).cumsum(0) - 1]
 
 
 class Sources:
@@ -253,15 +249,19 @@ class Drafter(NoDraft):
             for i, of_row in zip(chained, of_head, strict=True):
                 guesses[i] = of_row
         between = self.clock()
-        for row, (ids, _, _), (source, _) in zip(self.rows, wanted, choices, strict=True):
-            if row.mtp and source != "MTP":
-                row.mtp.keep_up(ids)
+        self.keep_up([(self.rows[i].mtp, wanted[i][0]) for i in range(len(wanted)) if i not in chained])
         seconds = dict.fromkeys((source for source, _ in choices), self.clock() - between)
         return guesses, seconds | {"MTP": between - started}
 
     def chain(self, wanted):
         """wanted [(Sources, ids, depth), ...] -> guesses of the multi-token-prediction layer for each."""
         return mtp_guesses(self.model, [(row.mtp, ids, depth) for row, ids, depth in wanted])
+
+    def keep_up(self, idle):
+        """idle [(MtpSource or None, ids), ...], of which no guess is wanted now: let not too many rows wait."""
+        idle = [(source, ids) for source, ids in idle if source and source.hidden is not None]
+        if sum(len(source.hidden) for source, _ in idle) > MtpSource.MANY:
+            catch_up(self.model, idle)
 
     def look(self):
         counters = self.model.experts.counters
