@@ -73,6 +73,8 @@ class Engine:
     tokenizer: encode(text) -> ids and decode(ids) -> text; only tools need it. terminal_ids end a row; by default the
     model's stop ids. tools: engine.tools.row_state.Tool, none by default. draft: guesses that a forward verifies for
     each row, auto or a number, none by default; `governor` then tells what became of them. Only our model drafts.
+
+    forwards and forward_rows count the forwards after prefills, and the ids that went through the layers in them.
     """
 
     def __init__(self, model, tokenizer=None, terminal_ids=None, tools=(), draft=0):
@@ -82,7 +84,7 @@ class Engine:
             raise ValueError("tools need a tokenizer")
         if draft != "auto" and not str(draft or 0).isdecimal():
             raise ValueError(f"draft={draft}: expected auto or a number of guesses")
-        self.governor = Governor(draft or 0)
+        self.governor, self.forwards, self.forward_rows = Governor(draft or 0), 0, 0
         if self.governor.most and not self.rows.runs_ahead:
             raise ValueError(f"draft={draft}: a model that keeps keys and values by heads cannot draft")
         self.terminal_ids = frozenset(self.rows.stop_ids if terminal_ids is None else terminal_ids)
@@ -140,6 +142,7 @@ class Engine:
         guesses = draft.propose_rows([(row.state.history, row.num_left - 1, len(row.pending)) for row in going])
         ids = [row.pending + of_row for row, of_row in zip(going, guesses, strict=True)]
         logits = self.rows.forward(ids, cache, [1 + len(of_row) for of_row in guesses], draft)
+        self.forwards, self.forward_rows = self.forwards + 1, self.forward_rows + sum(map(len, ids))
         before = [len(row.state.history) for row in going]
         right = [row.take(of_row, mine) for row, of_row, mine in zip(going, logits, guesses, strict=True)]
         draft.verified_rows(right)
