@@ -125,9 +125,9 @@ class Settings:
         return generates and self.draft != "0"
 
     @staticmethod
-    def read(arguments, environ=None, snap=None, ngen=64):
-        """Command-line arguments and the environment -> Settings; `snap` goes before SNAP, `ngen` holds where NGEN is
-        not set. Refused for a value that means nothing."""
+    def read(arguments, environ=None, snap=None, ngen=64, draft="auto"):
+        """Command-line arguments and the environment -> Settings; `snap` goes before SNAP, `ngen` and `draft` hold
+        where NGEN and DRAFT are not set. Refused for a value that means nothing."""
         read = EnvironReader(os.environ if environ is None else environ)
         if len(arguments) > 3:
             raise Refused(f"{len(arguments)} arguments, at most 3 are known: cap, expert_bits, dense_bits")
@@ -148,7 +148,7 @@ class Settings:
             temp=read.temperature("TEMP"),
             nucleus=read.number("NUCLEUS", 0.90, -1e9, 1e9),
             seed=read.whole("SEED", time.time_ns() % 2**32, 0, 2**64 - 1),
-            draft=read.draft("DRAFT"),
+            draft=read.draft("DRAFT", draft),
             ram_gb=read.number("RAM_GB", 0.0, 0.0, 1e6),
             prefill_chunk=read.whole("PREFILL_CHUNK", 0, 0, 1 << 20),
             topk=read.whole("TOPK", 0, 0, 65536),
@@ -230,8 +230,8 @@ class EnvironReader:
             raise Refused(f"{name}={value!r}: expected a number from {low:g} to {high:g}")
         return number
 
-    def draft(self, name):
-        value = self.environ.get(name) or "auto"
+    def draft(self, name, default):
+        value = self.environ.get(name) or default
         return value if value == "auto" else str(read_whole(name, value, 0, MAX_DRAFT))
 
     def temperature(self, name):

@@ -40,7 +40,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from engine.decode import DecodeCounters, spec_decode
-from engine.draft import Drafter, MtpSource, NoDraft
+from engine.draft import Drafter
 from engine.governor import Governor
 from engine.load import load_model
 from engine.sample import Sampler, uniform
@@ -120,31 +120,17 @@ class Machine:
         self.charge(FORWARD + num_rows * ROW, self.of_forward)
 
 
-class PricedMtp(MtpSource):
-    """The model's own head; its guesses have their price."""
-
-    def __init__(self, model, kv, machine):
-        super().__init__(model, kv)
-        self.machine = machine
-
-    def propose(self, ids, max_tokens):
-        guesses = super().propose(ids, max_tokens)
-        self.machine.charge(GUESS * len(guesses), self.machine.of_guess)
-        return guesses
-
-
-class Script(NoDraft):
+class Script:
     """In place of a head: guesses that are right with a chance, by position, the same in every arm. A guess has the
     price of a head's; of its experts as large a share is missing as of the forwards of DRAFT=0."""
+
+    hidden = None  # no row waits for it
 
     def __init__(self, text, chance, machine, missing):
         self.text, self.chance, self.machine, self.missing = text, chance, machine, missing
 
-    def keep_up(self, ids):
-        """Nothing waits for it."""
-
-    def propose(self, ids, max_tokens):
-        guesses = [self.guess(len(ids) + i) for i in range(max_tokens)]
+    def propose(self, ids, depth):
+        guesses = [self.guess(len(ids) + i) for i in range(depth)]
         for _ in guesses:
             self.machine.pay(GUESS, ACTIVE, ACTIVE * self.missing)
         return guesses
@@ -168,11 +154,17 @@ class PricedDrafter(Drafter):
 
     def __init__(self, model, kv, governor, machine, script=None):
         super().__init__(model, kv, governor, machine.now)
-        self.machine = machine
+        self.machine, self.script = machine, script
         if script:
-            self.mtp, self.ngrams = script, NoNgrams()
-        elif self.mtp:
-            self.mtp = PricedMtp(model, kv, machine)
+            self.rows[0].mtp, self.rows[0].ngrams = script, NoNgrams()
+
+    def chain(self, wanted):
+        """The guesses of the head, at their price."""
+        if self.script:
+            return [self.script.propose(ids, depth) for _, ids, depth in wanted]
+        guesses = super().chain(wanted)
+        self.machine.charge(GUESS * sum(map(len, guesses)), self.machine.of_guess)
+        return guesses
 
     def follow(self, chunk, hidden):
         self.machine.forward(len(chunk.ids))

@@ -1,15 +1,18 @@
-"""Where drafts come from. A source guesses; spec_decode verifies, so a wrong guess costs time and nothing else."""
+"""Where drafts come from. A source guesses; the forward verifies, so a wrong guess costs time and nothing else."""
 
+import copy
 import time
 
 import torch
 
+from forward.lm_head import LOGIT_ROWS
 from forward.mtp import mtp, mtp_logits
 from kernels.dispatch import rms_norm
 
 
 class NoDraft:
-    """The empty source: one token per forward."""
+    """The empty source: one token per forward. `propose` and `verified` are for a sequence alone, the last four methods
+    for several that go through the layers together."""
 
     def follow(self, chunk, hidden):
         """A chunk went through the layers; hidden [rows, D] before the final norm."""
@@ -21,6 +24,21 @@ class NoDraft:
     def verified(self, accepted):
         """The forward over the last guesses is done, and so many of them were right."""
 
+    def clone(self, cache, ids):
+        """The source of one sequence with these ids -> one of several that begin as it did, in a LatentCache."""
+        return self
+
+    def keep(self, rows):
+        """Go on with some sequences only, in the order given."""
+
+    def propose_rows(self, wanted):
+        """wanted [(ids, max_tokens, num_new), ...]: as of `propose`, for each sequence, and how many of its ids the
+        forward takes beside the guesses -> guesses of each."""
+        return [[] for _ in wanted]
+
+    def verified_rows(self, accepted):
+        """As `verified`: a number for each sequence."""
+
 
 class NgramSource:
     """What followed when the last tokens stood there before: the longest match of 2 to 8 tokens, the latest of them."""
@@ -31,14 +49,24 @@ class NgramSource:
     def __init__(self):
         self.places, self.known = {}, 1  # last SHORTEST tokens -> where they ended; tokens that are in there
 
+    def clone(self):
+        other = NgramSource()
+        other.places, other.known = self.places.copy(), self.known
+        return other
+
+    def read(self, ids):
+        """Learn the places of ids that are new."""
+        for end in range(max(self.known, self.SHORTEST), len(ids)):
+            pair = tuple(ids[end - self.SHORTEST : end])
+            self.places[pair] = (*self.places.get(pair, ()), end)[-self.TRIED :]
+        self.known = max(self.known, len(ids))
+
     def offer(self, ids, max_tokens):
         """-> (name of the source, guesses); a long match is another source than a short one, for it is right more
         often."""
-        for end in range(max(self.known, self.SHORTEST), len(ids)):
-            self.places.setdefault(tuple(ids[end - self.SHORTEST : end]), []).append(end)
-        self.known = max(self.known, len(ids))
+        self.read(ids)
         best, at = 0, None
-        for end in reversed(self.places.get(tuple(ids[-self.SHORTEST :]), ())[-self.TRIED :]):
+        for end in reversed(self.places.get(tuple(ids[-self.SHORTEST :]), ())):
             length = self.SHORTEST
             while length < min(self.LONGEST, end) and ids[end - length - 1] == ids[-length - 1]:
                 length += 1
@@ -52,24 +80,27 @@ class NgramSource:
 class MtpSource:
     """The model's own multi-token-prediction layer on one KvState. Hidden rows are kept until a token follows them."""
 
-    FEW, MANY = 16, 256  # rows of a chunk that may wait; rows that wait at most
+    FEW, MANY = 16, 256  # rows of a chunk that may wait; rows that wait at most, of all sequences together
 
     def __init__(self, model, kv):
         self.model, self.kv = model, kv
         self.first, self.hidden = kv.length, None  # position of the first row that waits; [rows, D]
 
-    def follow(self, chunk, hidden):
-        """Keep the rows of our sequence; those of a prefill go through the layer at once, but for the last."""
-        for segment in chunk.segments:
-            if segment.kv is self.kv:
-                self.keep(segment.first, hidden[segment.rows])
-                rows = segment.stop - segment.start
-                if rows > self.FEW:
-                    skipped = self.first + 1 - segment.first  # -1 when the row before the chunk waits
-                    self.absorb(chunk.ids[segment.start + skipped : segment.stop].tolist())
+    def clone(self, kv):
+        """The same on a clone of our KvState."""
+        other = MtpSource(self.model, kv)
+        other.first, other.hidden = self.first, self.hidden
+        return other
+
+    def follow(self, chunk, segment, hidden):
+        """Keep our rows of a chunk, behind the final norm; those of a prefill go through the layer at once, but for the
+        last."""
+        self.keep(segment.first, hidden)
+        if len(hidden) > self.FEW:
+            skipped = self.first + 1 - segment.first  # 0 when the row before the chunk waits
+            self.absorb(chunk.ids[segment.start + skipped : segment.stop].tolist())
 
     def keep(self, first, hidden):
-        hidden = rms_norm(hidden, self.model.weights.norm, self.model.config.rms_norm_eps)
         waiting = first - self.first
         if self.hidden is not None and 0 <= waiting <= len(self.hidden):
             self.hidden = torch.cat([self.hidden[:waiting], hidden])
@@ -78,71 +109,171 @@ class MtpSource:
         if self.first != self.kv.mtp_base + self.kv.mtp_length:
             self.kv.mtp_base, self.kv.mtp_length = self.first, 0  # the slots before are not known: begin anew
 
+    def waiting(self, ids):
+        """-> (tokens that follow the rows that wait, these rows); they wait no more."""
+        rows = self.hidden[: self.kv.length - self.first]
+        tokens = ids[self.first + 1 : self.first + 1 + len(rows)]
+        self.hidden, self.first = self.hidden[len(rows) :], self.first + len(rows)
+        return tokens, rows
+
     def absorb(self, tokens):
-        """The tokens that follow the first rows that wait -> s [1, D] of the last of them."""
-        s = mtp(self.model, self.kv, tokens, self.hidden[: len(tokens)])
+        """The tokens that follow the first rows that wait."""
+        mtp(self.model, [(tokens, self.kv)], self.hidden[: len(tokens)])
         self.hidden, self.first = self.hidden[len(tokens) :], self.first + len(tokens)
-        return s[-1:]
 
-    def keep_up(self, ids):
-        """No guess is wanted now: let not too many rows wait."""
-        if self.hidden is not None and len(self.hidden) > self.MANY:
-            self.catch_up(ids)
+    def resume(self, ids):
+        """The sequence goes on with these ids, of which the KV state holds the first."""
+        if self.hidden is None or self.first > self.kv.length:
+            self.first, self.hidden = self.kv.length, None
+        elif self.first < self.kv.length:
+            catch_up(self.model, [(self, ids)])
 
-    def catch_up(self, ids):
-        self.hidden = self.hidden[: self.kv.length - self.first]
-        return self.absorb(ids[self.first + 1 : self.first + 1 + len(self.hidden)])
 
-    def propose(self, ids, max_tokens):
-        """ids: those of the KV state and one more -> guesses; each is fed back for the next."""
-        s, guesses = self.catch_up(ids), []
-        length = self.kv.mtp_length
-        while True:
-            guesses.append(int(mtp_logits(self.model, s)[0].argmax()))
-            if len(guesses) == max_tokens:
-                break
-            s = mtp(self.model, self.kv, guesses[-1:], s)
-        self.kv.mtp_length = length  # slots of guesses are made anew when they are tokens
-        return guesses
+def mtp_guesses(model, wanted):
+    """wanted [(MtpSource, ids, depth), ...], ids: those of its KV state and one more -> guesses of each. Each guess is
+    fed back for the next, those of all sequences together."""
+    s = catch_up(model, [(source, ids) for source, ids, _ in wanted])
+    lengths, guesses = [source.kv.mtp_length for source, _, _ in wanted], [[] for _ in wanted]
+    going = list(range(len(wanted)))
+    while True:
+        best = mtp_logits(model, s).argmax(-1).tolist()
+        for i, guess in zip(going, best, strict=True):
+            guesses[i].append(guess)
+        more = [at for at, i in enumerate(going) if len(guesses[i]) < wanted[i][2]]
+        if not more:
+            break
+        going = [going[at] for at in more]
+        s = mtp(model, [(guesses[i][-1:], wanted[i][0].kv) for i in going], s[more])
+    for (source, _, _), length in zip(wanted, lengths, strict=True):
+        source.kv.mtp_length = length  # slots of guesses are made anew when they are tokens
+    return guesses
+
+
+def catch_up(model, wanted):
+    """wanted [(MtpSource, ids), ...] as of mtp_guesses, a row waits in each: all that wait go through the layer -> s
+    [sources, D] of the last slot of each."""
+    batch, rows = [], []
+    for source, ids in wanted:
+        tokens, hidden = source.waiting(ids)
+        batch.append((tokens, source.kv))
+        rows.append(hidden)
+    s = mtp(model, batch, torch.cat(rows))
+    return s[torch.tensor([len(tokens) for tokens, _ in batch]).cumsum(0) - 1]
+
+
+class Sources:
+    """What one sequence guesses from."""
+
+    def __init__(self, model, kv):
+        self.kv, self.ngrams = kv, NgramSource()
+        self.mtp = MtpSource(model, kv) if model.weights.mtp else None
+
+    def clone(self, kv):
+        """The same on a clone of our KvState."""
+        other = copy.copy(self)
+        other.kv, other.ngrams, other.mtp = kv, self.ngrams.clone(), self.mtp and self.mtp.clone(kv)
+        return other
 
 
 class Drafter(NoDraft):
-    """All sources of one sequence; the governor chooses one, and how far it may go."""
+    """All sources of one sequence, or of several; the governor chooses one for each, and how far it may go."""
 
     def __init__(self, model, kv, governor, clock=time.perf_counter):
         self.model, self.governor, self.clock = model, governor, clock
-        self.ngrams = NgramSource()
-        self.mtp = MtpSource(model, kv) if model.weights.mtp else None
-        self.choice = self.before = None
+        self.rows = [Sources(model, kv)]
+        self.turns = self.drafting = self.before = None  # of the forward under way
+
+    def clone(self, cache, ids):
+        [row] = self.rows
+        row.ngrams.read(ids)  # once for all
+        other = copy.copy(self)
+        other.rows = [row.clone(kv) for kv in cache.states]
+        return other
+
+    def resume(self, ids):
+        """Another text on the KV state that we follow, which holds the first of these ids: what stood elsewhere is
+        forgotten, what the multi-token-prediction layer remembers is kept."""
+        [row] = self.rows
+        row.ngrams = NgramSource()
+        if row.mtp:
+            row.mtp.resume(ids)
+
+    def keep(self, rows):
+        self.rows = [self.rows[row] for row in rows]
 
     def follow(self, chunk, hidden):
-        if self.mtp:
-            self.mtp.follow(chunk, hidden)
+        if not self.model.weights.mtp:
+            return
+        hidden = rms_norm(hidden, self.model.weights.norm, self.model.config.rms_norm_eps)
+        sources = {id(row.kv): row.mtp for row in self.rows}
+        for segment in chunk.segments:
+            if source := sources.get(id(segment.kv)):
+                source.follow(chunk, segment, hidden[segment.rows])
 
     def propose(self, ids, max_tokens):
-        most = min(max_tokens, self.governor.most)
-        name, found = self.ngrams.offer(ids, most) if most else ("n-gram", [])
-        offers = ({name: len(found)} if found else {}) | ({"MTP": most} if self.mtp and most else {})
-        source, depth = self.governor.choose(offers)
-        started, guesses = self.clock(), []
-        if source == "MTP":
-            guesses = self.mtp.propose(ids, depth)
-        elif source:
-            guesses = found[:depth]
-        if self.mtp and source != "MTP":
-            self.mtp.keep_up(ids)
-        self.choice = source, len(guesses), self.clock() - started
+        return self.propose_rows([(ids, max_tokens, 1)])[0]
+
+    def verified(self, accepted):
+        self.verified_rows([accepted])
+
+    def propose_rows(self, wanted):
+        num_rows = sum(num_new for _, _, num_new in wanted)
+        # One chunk, and no more logits than memory is planned for.
+        room = max(0, min(LOGIT_ROWS, self.model.prefill_chunk) - num_rows)
+        found, offers = [], []
+        for row, (ids, max_tokens, num_new) in zip(self.rows, wanted, strict=True):
+            most = min(max_tokens, self.governor.most, room)
+            name, guesses = row.ngrams.offer(ids, most) if most > 0 else ("n-gram", [])
+            found.append(guesses)
+            offers.append({name: len(guesses)} if guesses else {})
+            if row.mtp and most > 0 and num_new == 1:  # else the hidden row before the guess is not known yet
+                offers[-1]["MTP"] = most
+        choices = self.governor.choose(offers, num_rows, room)
+        guesses, self.drafting = self.make(choices, wanted, found)
+        self.turns = [
+            (source, len(of_row), num_new)
+            for (source, _), of_row, (_, _, num_new) in zip(choices, guesses, wanted, strict=True)
+        ]
         self.before = self.look()
-        if guesses:
+        if any(guesses):
             self.model.experts.verify()
         return guesses
+
+    def make(self, choices, wanted, found):
+        """-> (guesses of each sequence, {source: seconds})."""
+        started = self.clock()
+        guesses = [of_row[:depth] for of_row, (_, depth) in zip(found, choices, strict=True)]
+        chained = [i for i, (source, _) in enumerate(choices) if source == "MTP"]
+        if chained:
+            of_head = self.chain([(self.rows[i], wanted[i][0], choices[i][1]) for i in chained])
+            for i, of_row in zip(chained, of_head, strict=True):
+                guesses[i] = of_row
+        between = self.clock()
+        self.keep_up([(self.rows[i].mtp, wanted[i][0]) for i in range(len(wanted)) if i not in chained])
+        seconds = dict.fromkeys((source for source, _ in choices), self.clock() - between)
+        return guesses, seconds | {"MTP": between - started}
+
+    def chain(self, wanted):
+        """wanted [(Sources, ids, depth), ...] -> guesses of the multi-token-prediction layer for each."""
+        return mtp_guesses(self.model, [(row.mtp, ids, depth) for row, ids, depth in wanted])
+
+    def keep_up(self, idle):
+        """idle [(MtpSource or None, ids), ...], of which no guess is wanted now: let not too many rows wait."""
+        idle = [(source, ids) for source, ids in idle if source and source.hidden is not None]
+        if sum(len(source.hidden) for source, _ in idle) > MtpSource.MANY:
+            catch_up(self.model, idle)
 
     def look(self):
         counters = self.model.experts.counters
         return self.clock(), counters.wait_seconds, counters.hits + counters.misses, counters.misses
 
-    def verified(self, accepted):
+    def verified_rows(self, accepted):
         spent = [now - before for now, before in zip(self.look(), self.before, strict=True)]
-        self.governor.note(*self.choice, accepted, *spent)
+        turns = [(source, depth, right) for (source, depth, _), right in zip(self.turns, accepted, strict=True)]
+        self.governor.note(turns, sum(num_new for _, _, num_new in self.turns), self.drafting, *spent)
         if self.model.experts.routes is not None:
-            self.model.experts.verified(1 + accepted)
+            at, right_rows = 0, set()
+            for (_, depth, num_new), right in zip(self.turns, accepted, strict=True):
+                right_rows.update(range(at, at + num_new + right))
+                at += num_new + depth
+            self.model.experts.verified(right_rows)

@@ -1,6 +1,7 @@
 """What attention remembers of several rows: by heads, or as the latents of MLA. Both are cloned, trimmed, thinned out.
 
-All rows of a cache have the same length. LatentCache holds one KvState (forward/kv_state.py) for each row.
+All rows of a HeadCache have the same length. LatentCache holds one KvState (forward/kv_state.py) for each row, and each
+has a length of its own, for a row whose guesses are right is ahead of the others.
 """
 
 import torch
@@ -121,16 +122,22 @@ class LatentCache:
         return self.states[0].capacity
 
     @property
-    def length(self):
-        return self.states[0].length
+    def lengths(self):
+        """Positions that are known, of each row."""
+        return [state.length for state in self.states]
 
     @property
     def bytes(self):
         return sum(state.bytes for state in self.states)
 
     def trim(self, length):
-        """Forget everything from position `length` on. ValueError for a length that is not known."""
+        """Forget everything from position `length` on, in every row. ValueError for a length that one does not know."""
         for state in self.states:
+            state.trim(length)
+
+    def trim_rows(self, lengths):
+        """As `trim`, to a length for each row."""
+        for state, length in zip(self.states, lengths, strict=True):
             state.trim(length)
 
     def reset(self):

@@ -39,19 +39,17 @@ class Chunk:
         return len(self.ids)
 
 
-def make_chunk(config, pieces):
-    """[(ids, kv), ...] -> Chunk; each sequence at most once."""
+def make_chunk(config, pieces, is_mtp=False):
+    """[(ids, kv), ...] -> Chunk; each sequence at most once. is_mtp: the rows are the next slots of the
+    multi-token-prediction layer, which has positions of its own."""
     ids, segments = [], []
     for piece, kv in pieces:
-        segments.append(Segment(kv, kv.length, len(ids), len(ids) + len(piece)))
+        first = kv.mtp_length if is_mtp else kv.length
+        segments.append(Segment(kv, first, len(ids), len(ids) + len(piece)))
         ids += piece
     positions = torch.cat([segment.positions for segment in segments])
-    return Chunk(torch.tensor(ids), tuple(segments), *angles(config, positions))
-
-
-def angles(config, positions):
-    """cos and sin [T, rope_head_dim / 2] of positions [T]."""
-    return rope_angles(positions, torch.tensor(config.rope.frequencies), config.rope.factor)
+    cos, sin = rope_angles(positions, torch.tensor(config.rope.frequencies), config.rope.factor)
+    return Chunk(torch.tensor(ids), tuple(segments), cos, sin)
 
 
 def split_batch(batch, max_rows):

@@ -10,27 +10,39 @@ A chain of drafts feeds s back as the hidden row, with the drafted token. DeepSe
 
 import torch
 
-from forward.chunk import Chunk, Segment, angles
+from forward.chunk import make_chunk, split_batch
 from forward.embed import embed
 from forward.layer_forward import layer_forward
 from kernels.dispatch import linear, rms_norm
 
 
 @torch.inference_mode()
-def mtp(model, kv, tokens, hidden):
-    """tokens: T ids that follow the next T slots of kv; hidden [T, D], behind the final norm -> s [T, D]. The slots are
-    appended; ValueError where kv has no room for them."""
-    config, weights, first = model.config, model.weights.mtp, kv.mtp_length
-    stop = first + len(tokens)
-    if stop > kv.capacity:
-        raise ValueError(f"{len(tokens)} more slots do not fit the {kv.capacity} of a KV state with {first}")
-    segments = (Segment(kv, first, 0, len(tokens)),)
-    chunk = Chunk(torch.tensor(tokens), segments, *angles(config, torch.arange(first, stop)))
+def mtp(model, batch, hidden):
+    """batch [(tokens, kv), ...]: the ids that follow the next slots of each sequence; hidden [all tokens, D], behind
+    the final norm -> s [all tokens, D]. The slots are appended; ValueError, before anything is computed, where a kv has
+    no room for them."""
+    for tokens, kv in batch:
+        if kv.mtp_length + len(tokens) > kv.capacity:
+            raise ValueError(
+                f"{len(tokens)} more slots do not fit the {kv.capacity} of a KV state with {kv.mtp_length}"
+            )
+    out, at = [], 0
+    for pieces in split_batch(batch, model.prefill_chunk):
+        chunk = make_chunk(model.config, pieces, is_mtp=True)
+        out.append(mtp_chunk(model, chunk, hidden[at : at + len(chunk)]))
+        at += len(chunk)
+    return torch.cat(out)
+
+
+def mtp_chunk(model, chunk, hidden):
+    """The rows that go through the layer together -> s [rows, D]."""
+    config, weights = model.config, model.weights.mtp
     words = rms_norm(embed(weights.embed, chunk.ids), weights.embed_norm, config.rms_norm_eps)
     known = rms_norm(hidden, weights.hidden_norm, config.rms_norm_eps)
     x = linear(torch.cat([words, known], dim=-1), weights.input_proj)
-    x, _ = layer_forward(model, config.num_layers, weights.layer, x, chunk, [None])
-    kv.mtp_length = stop
+    x, _ = layer_forward(model, config.num_layers, weights.layer, x, chunk, [None] * len(chunk.segments))
+    for segment in chunk.segments:
+        segment.kv.mtp_length += segment.stop - segment.start
     return rms_norm(x, weights.norm, config.rms_norm_eps)
 
 

@@ -16,14 +16,25 @@ from kernels.dispatch import logprobs as logprobs_and_best
 def step(model, batch, progress=None, on_hidden=None):
     """-> logits float32 [len(batch), vocab] after the last token of each sequence; no other logits are computed.
     on_hidden(chunk, hidden [rows, D] before the final norm) is called for each chunk."""
-    last = {}
+    return step_last(model, batch, [1] * len(batch), progress, on_hidden)
+
+
+@torch.inference_mode()
+def step_last(model, batch, counts, progress=None, on_hidden=None):
+    """counts: for each sequence how many of its tokens, from the last one back -> logits float32 [sum(counts), vocab]
+    after these, in the order of the batch. on_hidden as of `step`."""
+    wanted = {id(kv): kv.length + len(ids) - count for (ids, kv), count in zip(batch, counts, strict=True)}
+    last = {id(kv): [] for _, kv in batch}
     for chunk, hidden in layers_forward(model, batch, progress):
         if on_hidden:
             on_hidden(chunk, hidden)
         for segment in chunk.segments:
-            last[id(segment.kv)] = hidden[segment.stop - 1].clone()  # a view would keep the whole chunk alive
-    logits = lm_head(model, torch.stack([last[id(kv)] for _, kv in batch]))
-    return check_logits(logits, [kv.length - 1 for _, kv in batch])
+            start = segment.start + max(0, wanted[id(segment.kv)] - segment.first)
+            if start < segment.stop:  # a view would keep the whole chunk alive
+                last[id(segment.kv)].append(hidden[start : segment.stop].clone())
+    logits = lm_head(model, torch.cat([rows for _, kv in batch for rows in last[id(kv)]]))
+    positions = [i for (_, kv), count in zip(batch, counts, strict=True) for i in range(kv.length - count, kv.length)]
+    return check_logits(logits, positions)
 
 
 @torch.inference_mode()

@@ -178,6 +178,7 @@ class Chat:
     def __init__(self, settings, loaded, tokenizer):
         self.run, self.model, self.tokenizer = Run("chat", loaded), loaded.model, tokenizer
         self.kv, self.ids = KvState(loaded.config, loaded.context), []  # it holds the first kv.length of these ids
+        self.draft = Drafter(self.model, self.kv, self.run.governor)
         temperature = DEFAULT_TEMPERATURE if settings.temp is None else settings.temp
         self.sampler = Sampler(temperature, settings.nucleus, settings.seed)
         self.stop_ids = {*loaded.config.stop_ids, *tokenizer.stop_ids}
@@ -200,9 +201,9 @@ class Chat:
         # The last token needs no position of its own: it is never forwarded.
         max_tokens = min(self.ngen, kv.capacity - len(ids) + 1)
         progress = stop_key.watch(PrefillProgress(new))
-        draft = Drafter(self.model, kv, self.run.governor)  # a new one: n-grams stand at places of the old ids
+        self.draft.resume(ids)
         tokens = spec_decode(
-            self.model, kv, ids, self.sampler, max_tokens, self.stop_ids, draft, progress, counters=counters
+            self.model, kv, ids, self.sampler, max_tokens, self.stop_ids, self.draft, progress, counters=counters
         )
         try:
             with closing(tokens):

@@ -5,11 +5,14 @@
     python scripts/infer_bench.py --plot sweep.png 0 4 8            # cap, expert_bits, dense_bits as of colibri.py
 
 N rows continue one prompt in lock-step (engine/rows.py): it is prefilled once and its state is cloned. The variables
-are those of colibri.py; no history is read or kept (USAGE=0), and nothing drafts. Stop ids do not end a row.
+are those of colibri.py; no history is read or kept (USAGE=0), and DRAFT is 0 where it is not set. Stop ids do not end a
+row. With drafts a forward may give several steps, which share its time, and what it takes and reads is that of all its
+rows, wrong guesses too; what the draft head computes is in the times and in the bytes of experts alone.
 
     TTFT        from asking to the first token of every row: prefill, clone, first sample
     TPOT, p95   the median time of the later steps, and what 95 % of them stay below
     tok/s       rows * steps / seconds of the steps
+    step/fw     steps a forward; 1 without drafts
     MBU         bytes a step reads, over TPOT, as a share of the memory's bandwidth: resident weights, each distinct
                 expert that the rows asked for, and for each row what attention reads
     MFU         operations of a step over TPOT, as a share of what a large product reaches
@@ -58,6 +61,7 @@ from forward.kv_state import KvState
 from kernels import dispatch
 from modes.console import announce, say
 from modes.reference import read_reference, reference_path
+from scripts.options import OneLineParser, number_above, whole
 from scripts.peaks import find_machine_peaks, measure_drives, peak_memory, reset_peak
 from scripts.replay_trace import import_pyplot
 from settings import Settings
@@ -103,6 +107,8 @@ class Timed:
     state: str  # cold or warm
     ttft: float  # seconds
     steps: tuple[float, ...]  # seconds of each later step
+    forwards: int  # of these steps
+    rows: int  # that went through the layers in them
     peak_bytes: int
     union_bytes: int = 0  # of the experts that the steps asked for, each once a step
     row_bytes: int = 0  # the same, once for each row that asked
@@ -123,7 +129,8 @@ class Bench:
         self.loaded, self.ids, self.temperature = loaded, ids, temperature
         self.experts = loaded.model.experts
         self.asked = Asked(layer_bytes(loaded, settings), loaded.model.trace)
-        self.engine = Engine(replace(loaded.model, trace=self.asked), terminal_ids=frozenset())
+        model = replace(loaded.model, trace=self.asked)
+        self.engine = Engine(model, terminal_ids=frozenset(), draft=settings.draft)
 
     def forget_experts(self):
         """None is in memory any more, nor in the page cache."""
@@ -142,23 +149,29 @@ class Bench:
         generator = self.engine.generate(self.ids, batch, num_tokens, self.temperature, seed=SEED)
         started = time.perf_counter()
         next(generator)
-        ttft, steps = time.perf_counter() - started, []
+        ttft, bursts = time.perf_counter() - started, []
         prefill = self.experts.counters.bytes_read
         if is_cold:
             self.forget_experts()
         self.experts.reset_counters()
         self.asked.reset()
+        engine, forwards = self.engine, self.engine.forwards
+        first_forward, first_row = engine.forwards, engine.forward_rows
         before = time.perf_counter()
         for _ in generator:
             now = time.perf_counter()
-            steps.append(now - before)
-            before = now
+            if engine.forwards > forwards:
+                bursts.append([])
+            bursts[-1].append(now - before)
+            before, forwards = now, engine.forwards
         counters = self.experts.counters
         return Timed(
             batch=batch,
             state="cold" if is_cold else "warm",
             ttft=ttft,
-            steps=tuple(steps),
+            steps=tuple(sum(burst) / len(burst) for burst in bursts for _ in burst),
+            forwards=engine.forwards - first_forward,
+            rows=engine.forward_rows - first_row,
             peak_bytes=peak_memory(),
             union_bytes=self.asked.union_bytes,
             row_bytes=self.asked.row_bytes,
@@ -207,14 +220,15 @@ def percentile(values, part):
 
 def bytes_of_step(run, costs):
     """Bytes that a step reads from memory, on average."""
-    return costs.resident_bytes + run.union_bytes / len(run.steps) + run.batch * costs.row_kv_bytes
+    read = run.forwards * costs.resident_bytes + run.union_bytes + run.rows * costs.row_kv_bytes
+    return read / len(run.steps)
 
 
 def floors(run, costs, peaks, drive):
     """Seconds of a step at the peak of each: memory, arithmetic, disk; None where a peak is not known."""
     return {
         "memory": share(bytes_of_step(run, costs), peaks.bandwidth),
-        "arithmetic": share(run.batch * costs.row_flops, peaks.flops),
+        "arithmetic": share(run.rows / len(run.steps) * costs.row_flops, peaks.flops),
         "disk": share(run.disk_bytes / len(run.steps), drive),
     }
 
@@ -237,10 +251,11 @@ def summarise(run, costs, peaks, drive, single=None):
         "tpot_p95_sec": percentile(run.steps, 0.95),
         "tok_per_sec": speed,
         "mbu_percent": percent(bytes_of_step(run, costs) / tpot, peaks.bandwidth),
-        "mfu_percent": percent(run.batch * costs.row_flops / tpot, peaks.flops),
+        "mfu_percent": percent(run.rows / len(run.steps) * costs.row_flops / tpot, peaks.flops),
         "peak_vram_bytes": None,
         "peak_memory_bytes": run.peak_bytes,
         "decode_steps": len(run.steps),
+        "steps_per_forward": len(run.steps) / run.forwards,
         "hit_rate": run.hit_rate,
         "disk_bytes_per_token": run.disk_bytes / tokens,
         "prefill_disk_bytes": run.prefill_disk_bytes,
@@ -352,7 +367,7 @@ def print_card(card, peaks):
           "positions fit beside the weights")  # fmt: skip
     print(f"ceiling     {cell(c['ceiling_tok_per_sec'], digits=1)} tok/s of one row, all in memory")
     print(f"prompt      {c['prompt_tokens']} tokens, {c['prompt_source']} | decode {c['decode_tokens']}, temperature "
-          f"{c['temperature']:g}", flush=True)  # fmt: skip
+          f"{c['temperature']:g}, DRAFT={c['draft']}", flush=True)  # fmt: skip
 
 
 # Title, key, factor, digits of the numbers of a row.
@@ -361,6 +376,7 @@ COLUMNS = (
     ("TPOT ms", "tpot_sec", 1e3, 2),
     ("p95 ms", "tpot_p95_sec", 1e3, 2),
     ("tok/s", "tok_per_sec", 1, 1),
+    ("step/fw", "steps_per_forward", 1, 2),
     ("MBU %", "mbu_percent", 1, 1),
     ("MFU %", "mfu_percent", 1, 1),
     ("hit %", "hit_rate", 100, 1),
@@ -408,36 +424,6 @@ def plot(pyplot, path, sweep, floors_of):
 # --- the door ---------------------------------------------------------------------------------------------------------
 
 
-class OneLineParser(argparse.ArgumentParser):
-    """Bad options are refused in one line, as any other bad input."""
-
-    def error(self, message):
-        raise Refused(message)
-
-
-def whole(low):
-    def read(text):
-        number = int(text) if text.isascii() and text.isdigit() and len(text) < 10 else -1
-        if number < low:
-            raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number from {low}")
-        return number
-
-    return read
-
-
-def number_above(low, includes):
-    def read(text):
-        try:
-            number = float(text)
-        except ValueError:
-            number = math.nan
-        if not (low < number < math.inf or (includes and number == low)):
-            raise argparse.ArgumentTypeError(f"{text!r}: expected a number {'from' if includes else 'above'} {low}")
-        return number
-
-    return read
-
-
 def batch_list(text):
     """ "1,8,32" -> (1, 8, 32), each once, ascending."""
     return tuple(sorted({whole(1)(word) for word in text.split(",")}))
@@ -474,7 +460,7 @@ def run(args):
     pyplot = import_pyplot() if args.plot else None  # a long run should not end with a missing package
     if args.plot and not args.plot.resolve().parent.is_dir():
         raise Refused(f"--plot {printable(str(args.plot))}: its folder does not exist")
-    settings = replace(Settings.read(args.arguments), usage=False, draft="0")
+    settings = replace(Settings.read(args.arguments, draft="0"), usage=False)
     for notice in settings.notices:
         say(notice)
     prompt, decode, limit = fit(args, read_config(check_folder(settings))[0], settings)
@@ -534,6 +520,7 @@ def measure(args, settings, loaded, peaks, ids, source, decode, limit, pyplot):
         "prompt_source": source,
         "decode_tokens": decode,
         "temperature": args.temperature,
+        "draft": settings.draft,
         "lossy": list(loaded.lossy),
     }
     print_card(card, peaks)
@@ -557,6 +544,8 @@ def measure(args, settings, loaded, peaks, ids, source, decode, limit, pyplot):
         single = next((one for one in runs if one.batch == 1 and one.state == timed.state), None)
         rows.append(summarise(timed, costs, peaks, drive, single))
     print_sweep(rows, decode - 1)
+    for line in bench.engine.governor.lines():
+        print(line)
     if args.temperature == 0 and args.batches[-1] > 1:
         print("note: at temperature 0 all rows write the same and ask for the same experts")
     if args.plot:

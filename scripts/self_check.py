@@ -4,14 +4,15 @@
     SNAP=/models/glm-5.2-int4 python scripts/self_check.py --rows 2 --tokens 8
 
 The plain way keeps nothing: no KV state, one row. The engine prefills once, clones its state to N rows and goes on from
-there; then spec_decode with drafts as DRAFT says. The prompt is that of REF, or the first ids of the vocabulary.
-Variables hold as they do for colibri.py. Prints the seconds of each; exit code 0 when all ids are equal, 1 with the
-first difference when they are not, 2 for bad usage or a bad snapshot.
+there, without drafts and with those that DRAFT says; then spec_decode with these. The prompt is that of REF, or the
+first ids of the vocabulary. Variables hold as they do for colibri.py. Prints the seconds of each; exit code 0 when all
+ids are equal, 1 with the first difference when they are not, 2 for bad usage or a bad snapshot.
 """
 
 import argparse
 import sys
 import time
+from itertools import product
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -53,15 +54,16 @@ def check(settings, opened, num_rows, num_tokens):
     expected, seconds = timed(lambda: naive_generate(model, prompt, num_tokens, Sampler()))
     print(f"a full forward for every token: {num_tokens} tokens in {seconds:.2f} s")
     bad = 0
-    for count in sorted({1, num_rows}):
-        engine = Engine(model, terminal_ids=())
+    for count, draft in product(sorted({1, num_rows}), sorted({"0", loaded.draft})):
+        engine = Engine(model, terminal_ids=(), draft=draft)
         options = dict(num_samples=count, max_tokens=num_tokens, temperature=0)
         (sequences, _), seconds = timed(lambda: engine.generate_batch(prompt, **options))  # noqa: B023
+        what = f"{count} row{'s' if count > 1 else ''}, DRAFT={draft}"
         for row, ids in enumerate(sequences):
             if words := first_difference(ids[len(prompt) :], expected):
                 bad += 1
-                print(f"row {row} of {count}: {words}")
-        print(f"Engine, {count} row{'s' if count > 1 else ''}: {seconds:.2f} s")
+                print(f"row {row} of {what}: {words}")
+        print(f"Engine, {what}: {seconds:.2f} s")
     kv = KvState(model.config, len(prompt) + num_tokens)
     draft = Drafter(model, kv, Governor(loaded.draft))
     ids, seconds = timed(lambda: list(spec_decode(model, kv, prompt, Sampler(), num_tokens, (), draft)))

@@ -106,10 +106,10 @@ class ExpertCache:
         """The next forward is over guesses: remember which row asked for what."""
         self.routes = []
 
-    def verified(self, num_rows):
-        """Only the first num_rows of that forward count as uses."""
+    def verified(self, right):
+        """Only these rows of that forward, a set, count as uses."""
         for layer, rows in self.routes:
-            wrong = {expert: sum(row >= num_rows for row in of_expert) for expert, of_expert in rows.items()}
+            wrong = {expert: sum(row not in right for row in of_expert) for expert, of_expert in rows.items()}
             self.policies[self.home[layer]].not_used(layer, {expert: count for expert, count in wrong.items() if count})
         self.routes = None
 

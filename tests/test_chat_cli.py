@@ -12,11 +12,15 @@ import sys
 import warnings
 
 import pytest
+import torch
 
 import colibri
 from engine.decode import spec_decode
+from engine.draft import Drafter
+from engine.governor import Governor
 from engine.sample import Sampler
 from forward.kv_state import KvState
+from forward.step import step
 from scripts import chat_cli
 from scripts.chat_cli import Chat, History, StopKey, Stopped
 from settings import EMBEDDED_SNAPSHOT, Settings
@@ -106,6 +110,25 @@ def test_every_turn_equals_a_fresh_prefill_and_reads_in_only_what_is_new(load, d
     assert totals.answers == 4 and totals.prefilled == sum(rows[0] for rows in dialogue.rows) < totals.prompt_ids
 
 
+def test_the_head_remembers_the_turns_before(load):
+    """Its slots are those of one prefill of the whole conversation; after /clear it begins anew."""
+    dialogue = Dialogue(load, DRAFT="3")
+    for text in ("Who art thou?", "Tell me of the king and of his house.", "Why?"):
+        ids, answer, _ = dialogue.turn(text)
+        assert answer == dialogue.fresh(ids)
+    kv, model = dialogue.chat.kv, dialogue.model
+    known = kv.mtp_length
+    assert kv.mtp_base == 0 and known > len(ids)
+    whole = KvState(model.config, 512)
+    step(model, [(dialogue.chat.ids[: known + 1], whole)], on_hidden=Drafter(model, whole, Governor("3")).follow)
+    assert whole.mtp_length == known
+    assert torch.equal(kv.latents[model.config.num_layers, :known], whole.latents[model.config.num_layers, :known])
+    dialogue.history.clear()
+    dialogue.chat.remember(dialogue.history.start_ids)
+    ids, answer, _ = dialogue.turn("Who art thou?")
+    assert answer == dialogue.fresh(ids) and kv.mtp_base == 3 and kv.mtp_length >= len(ids) - 3
+
+
 def test_a_cleared_conversation_keeps_the_beginning_alone(load):
     dialogue = Dialogue(load)
     _, first, _ = dialogue.turn("Who art thou?")
@@ -127,7 +150,7 @@ def test_an_answer_stopped_between_tokens_stays_and_the_chat_goes_on(load):
 
 
 def test_a_question_stopped_while_it_is_read_in_leaves_the_state_whole(load):
-    dialogue = Dialogue(load, PREFILL_CHUNK=8)
+    dialogue = Dialogue(load, PREFILL_CHUNK=8, DRAFT="4")
     dialogue.turn("Who art thou?")
     ids = dialogue.history.ask("Tell me of the king, and of the house of the king, and of his brother, and of all.")
     with pytest.raises(Stopped):

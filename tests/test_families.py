@@ -14,23 +14,22 @@ import torch
 import colibri
 import forward.moe
 from engine.decode import DecodeCounters, spec_decode
-from engine.draft import Drafter, MtpSource
+from engine.draft import Drafter, MtpSource, mtp_guesses
 from engine.governor import Governor
 from engine.rows import Engine
 from engine.sample import Sampler
 from engine.score import Request, score_requests
 from forward import cost
 from forward.kv_state import KvState
-from forward.layers_forward import layers_forward
 from forward.mtp import mtp, mtp_logits
 from forward.step import step_all
-from kernels.dispatch import rms_norm
 from snapshot.config import Fields, read_config
 from snapshot.errors import Refused
 from tests.conftest import FAMILIES, FIXTURES, read_json, reference, write_fused
 from tests.test_convert import dequantised
 from tests.test_convert import run as convert
 from tests.test_forward import TOLERANCE, all_logits, check
+from tests.test_mtp import layers_forward_of
 
 MTP = ("glm4_moe", "deepseek_v3")
 NEAR = 0.15  # what eight bits do to logits, whose standard deviation is near 3: 0.02 to 0.11
@@ -195,19 +194,18 @@ def test_rows_in_lock_step(load, name):
 def test_the_mtp_layer_equals_transformers(load, name, kernels):
     model, (ref, tensors) = load(FIXTURES / name, DRAFT="auto", KERNELS=kernels).model, reference(name)
     kv = KvState(model.config, 60)
-    with torch.inference_mode():
-        rows = torch.cat([hidden for _, hidden in layers_forward(model, [(ref["seq"], kv)])])
-    s = mtp(model, kv, ref["seq"][1:], rms_norm(rows[:-1], model.weights.norm, model.config.rms_norm_eps))
+    rows = torch.cat([hidden for _, hidden in layers_forward_of(model, ref["seq"], kv)])
+    s = mtp(model, [(ref["seq"][1:], kv)], rows[:-1])
     torch.testing.assert_close(mtp_logits(model, s), tensors["mtp_logits"], atol=TOLERANCE, rtol=0)
     assert mtp_logits(model, s).argmax(-1).tolist() == ref["mtp"]["argmax"]
     for slot, expected in ref["mtp"]["chained_drafts"].items():
         known = int(slot) + 1
         kv = KvState(model.config, 60)
         source = MtpSource(model, kv)
-        with torch.inference_mode():
-            for chunk, hidden in layers_forward(model, [(ref["seq"][:known], kv)]):
-                source.follow(chunk, hidden)
-        assert source.propose(ref["seq"][: known + 1], len(expected["draft"])) == expected["draft"]
+        for chunk, hidden in layers_forward_of(model, ref["seq"][:known], kv):
+            source.follow(chunk, *chunk.segments, hidden)
+        wanted = [(source, ref["seq"][: known + 1], len(expected["draft"]))]
+        assert mtp_guesses(model, wanted) == [expected["draft"]]
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -113,10 +113,11 @@ def test_bytes_of_an_expert(load):
 
 COSTS = Costs(resident_bytes=1000, row_kv_bytes=50, row_flops=400, expert_bytes=600)
 MACHINE = Peaks(flops=1e4, bandwidth=1e5, flops_source="", bandwidth_source="")
-ONE = Timed(batch=1, state="warm", ttft=0.5, steps=(0.1, 0.1), peak_bytes=7, union_bytes=1200, row_bytes=1200,
-            disk_bytes=600)  # fmt: skip
-FOUR = Timed(batch=4, state="warm", ttft=0.7, steps=(0.1, 0.4, 0.2, 0.1), peak_bytes=9, union_bytes=6000,
-             row_bytes=9600, disk_bytes=3200, prefill_disk_bytes=11, hit_rate=0.25, wait_seconds=0.2)  # fmt: skip
+ONE = Timed(batch=1, state="warm", ttft=0.5, steps=(0.1, 0.1), forwards=2, rows=2, peak_bytes=7, union_bytes=1200,
+            row_bytes=1200, disk_bytes=600)  # fmt: skip
+FOUR = Timed(batch=4, state="warm", ttft=0.7, steps=(0.1, 0.4, 0.2, 0.1), forwards=4, rows=16, peak_bytes=9,
+             union_bytes=6000, row_bytes=9600, disk_bytes=3200, prefill_disk_bytes=11, hit_rate=0.25,
+             wait_seconds=0.2)  # fmt: skip
 
 
 def test_a_row_of_the_sweep_as_counted_by_hand():
@@ -133,6 +134,7 @@ def test_a_row_of_the_sweep_as_counted_by_hand():
         "peak_vram_bytes": None,
         "peak_memory_bytes": 9,
         "decode_steps": 4,
+        "steps_per_forward": 1,
         "hit_rate": 0.25,
         "disk_bytes_per_token": 200,
         "prefill_disk_bytes": 11,
@@ -151,6 +153,16 @@ def test_a_row_of_the_sweep_as_counted_by_hand():
     assert row == {name: pytest.approx(value) if value else value for name, value in expected.items()}
     bounds = floors(FOUR, COSTS, MACHINE, 1e4)
     assert bounds == pytest.approx({"memory": 2700 / 1e5, "arithmetic": 1600 / 1e4, "disk": 800 / 1e4})
+
+
+def test_with_drafts_a_step_has_its_share_of_a_forward():
+    """Two forwards with 3 guesses a row gave four steps."""
+    drafted = replace(FOUR, forwards=2, rows=2 * 4 * 4)
+    row = summarise(drafted, COSTS, MACHINE, None)
+    assert row["steps_per_forward"] == 2
+    assert row["mbu_percent"] == pytest.approx(100 * (2 * 1000 + 6000 + 32 * 50) / 4 / 0.2 / 1e5)
+    assert row["mfu_percent"] == pytest.approx(100 * 8 * 400 / 0.2 / 1e4)
+    assert row["floor_sec"] == pytest.approx(max((2 * 1000 + 6000 + 32 * 50) / 4 / 1e5, 8 * 400 / 1e4))
 
 
 def test_what_is_not_known_is_nothing():
@@ -290,6 +302,7 @@ def test_the_last_line_holds_everything(bench):
     assert numbers["source"] == "tiny" and numbers["step"] is None and numbers["gpu"] is None
     assert numbers["peak_flops"] == 1e11 and numbers["peak_bandwidth"] == 1e10 and numbers["c_mid"] == 26
     assert numbers["prompt_tokens"] == 24 and numbers["decode_tokens"] == 4 and numbers["temperature"] == 0
+    assert numbers["draft"] == "0" and one["steps_per_forward"] == three["steps_per_forward"] == 1
     assert numbers["params"] == sum(numbers["dtypes"].values()) and numbers["model_config"]["num_layers"] == 5
     assert numbers["decode_flops"] == cost.decode_flops(read_config(EMBEDDED_SNAPSHOT)[0], 26)
     prefill = numbers["prefill"]
@@ -298,6 +311,16 @@ def test_the_last_line_holds_everything(bench):
     assert three["mbu_percent"] == pytest.approx(100 * step_bytes / three["tpot_sec"] / 1e10)
     assert lines[0].startswith("model       tiny: glm_moe_dsa, 5.60 M parameters")
     assert [line.split()[:2] for line in lines if line[4:10] == " warm "] == [["1", "warm"], ["3", "warm"]]
+
+
+def test_drafts_are_measured_where_they_are_asked_for(bench):
+    """Greedy, the head of the embedded model is often right: fewer forwards than steps, and all is finite."""
+    code, lines, _ = bench("--prompt", 24, "--decode", 20, "--batches", "1,3", "--temperature", 0, DRAFT=3)
+    numbers = json.loads(lines[-1])
+    assert code == 0 and numbers["draft"] == "3" and any(line.startswith("[draft] right by") for line in lines)
+    for row in numbers["sweep"]:
+        assert row["decode_steps"] == 19 and row["steps_per_forward"] > 1.2
+        assert 0 < row["tpot_sec"] <= row["tpot_p95_sec"] and row["expert_bytes_one_row"] > 0
 
 
 def test_a_prompt_that_does_not_fit_is_cut_and_said(bench):

@@ -9,7 +9,7 @@ import safetensors.torch
 import torch
 
 from engine.decode import DecodeCounters, spec_decode
-from engine.draft import Drafter, MtpSource, NgramSource, NoDraft
+from engine.draft import Drafter, MtpSource, NgramSource, NoDraft, mtp_guesses
 from engine.governor import Governor
 from engine.sample import Sampler
 from forward.kv_state import KvState
@@ -51,7 +51,7 @@ def generate(model, prompt, num_tokens, sampler=None, draft="auto", **options):
 def test_logits_equal_transformers(model):
     kv = KvState(model.config, 60)
     hidden = hidden_rows(model, kv, REF["seq"])
-    s = mtp(model, kv, REF["seq"][1:], hidden[:-1])
+    s = mtp(model, [(REF["seq"][1:], kv)], hidden[:-1])
     torch.testing.assert_close(mtp_logits(model, s), TENSORS["mtp_logits"], atol=1e-3, rtol=0)
     assert mtp_logits(model, s).argmax(-1).tolist() == REF["mtp"]["argmax"]
     assert kv.mtp_length == 47 and kv.length == 48
@@ -63,11 +63,11 @@ def test_in_pieces_it_is_the_same(load, cuts):
     kv, at, rows = KvState(model.config, 60), 0, []
     hidden = hidden_rows(model, kv, REF["seq"])
     for cut in cuts:
-        rows.append(mtp(model, kv, REF["seq"][at + 1 : at + cut + 1], hidden[at : at + cut]))
+        rows.append(mtp(model, [(REF["seq"][at + 1 : at + cut + 1], kv)], hidden[at : at + cut]))
         at += cut
     whole = KvState(model.config, 60)
     whole.length = 48
-    assert torch.equal(torch.cat(rows), mtp(model, whole, REF["seq"][1:], hidden[:-1]))
+    assert torch.equal(torch.cat(rows), mtp(model, [(REF["seq"][1:], whole)], hidden[:-1]))
 
 
 def test_chained_drafts_equal_transformers(model):
@@ -77,34 +77,36 @@ def test_chained_drafts_equal_transformers(model):
         kv = KvState(model.config, 60)
         source = MtpSource(model, kv)
         for chunk, hidden in layers_forward_of(model, REF["seq"][:known], kv):
-            source.follow(chunk, hidden)
+            source.follow(chunk, *chunk.segments, hidden)
         ids = REF["seq"][: known + 1]
-        assert source.propose(ids, len(expected["draft"])) == expected["draft"]
+        assert mtp_guesses(model, [(source, ids, len(expected["draft"]))]) == [expected["draft"]]
 
 
 def layers_forward_of(model, ids, kv):
+    """-> (chunk, hidden behind the final norm) of each chunk."""
     with torch.inference_mode():
-        yield from layers_forward(model, [(ids, kv)])
+        for chunk, hidden in layers_forward(model, [(ids, kv)]):
+            yield chunk, rms_norm(hidden, model.weights.norm, model.config.rms_norm_eps)
 
 
 def test_room_is_checked(load):
     model = load(FIXTURES / NAME, DRAFT="auto").model
     kv = KvState(model.config, 8)
     with pytest.raises(ValueError, match="9 more slots do not fit the 8"):
-        mtp(model, kv, [1] * 9, torch.zeros(9, model.config.hidden_size))
+        mtp(model, [([1] * 9, kv)], torch.zeros(9, model.config.hidden_size))
 
 
 def test_the_slots_follow_trim_and_clone(load):
     model = load(FIXTURES / NAME, DRAFT="auto").model
     kv = KvState(model.config, 60)
     hidden = hidden_rows(model, kv, REF["seq"])
-    mtp(model, kv, REF["seq"][1:], hidden[:-1])
+    mtp(model, [(REF["seq"][1:], kv)], hidden[:-1])
     other = kv.clone()
     kv.trim(20)
     assert kv.mtp_length == 19 and other.mtp_length == 47  # slot 19 needs token 20, which may be another one now
-    rest = mtp(model, kv, REF["seq"][20:], hidden[19:-1])
+    rest = mtp(model, [(REF["seq"][20:], kv)], hidden[19:-1])
     other.mtp_length = 19
-    assert torch.equal(mtp(model, other, REF["seq"][20:], hidden[19:-1]), rest)
+    assert torch.equal(mtp(model, [(REF["seq"][20:], other)], hidden[19:-1]), rest)
 
 
 # --- drafts change nothing --------------------------------------------------------------------------------------------
@@ -191,9 +193,9 @@ def test_a_long_prompt_goes_through_the_layer_chunk_by_chunk(load, chunk):
         source = MtpSource(model, kv)
         source.FEW = few
         for piece, hidden in layers_forward_of(model, prompt[:-1], kv):
-            source.follow(piece, hidden)
+            source.follow(piece, *piece.segments, hidden)
         assert source.first + len(source.hidden) == len(prompt) - 1
-        states.append((kv, source.propose(prompt, 4)))
+        states.append((kv, *mtp_guesses(model, [(source, prompt, 4)])))
     (one, guesses), (other, others) = states
     layer, n = model.config.num_layers, len(prompt) - 1
     assert guesses == others and one.mtp_length == other.mtp_length == n
@@ -272,7 +274,7 @@ def test_only_accepted_tokens_are_learned_from(load, wrong):
         def propose(self, ids, max_tokens):
             super().propose(ids, 0)
             guesses = known[len(ids) : len(ids) + min(3, max_tokens)]
-            self.choice = "MTP", len(guesses), 0.0
+            self.turns, self.drafting = [("MTP", len(guesses), 1)], {"MTP": 0.0}
             if guesses:
                 self.model.experts.verify()
             return [(guess + wrong) % 300 for guess in guesses]
@@ -359,7 +361,7 @@ def test_its_own_embedding_and_head_are_used(load, tmp_path):
     model = load(tmp_path / "s", DRAFT="auto").model
     kv = KvState(model.config, 60)
     hidden = hidden_rows(model, kv, REF["seq"])
-    s = mtp(model, kv, REF["seq"][1:], hidden[:-1])
+    s = mtp(model, [(REF["seq"][1:], kv)], hidden[:-1])
     assert mtp_logits(model, s).argmax(-1).tolist() == [(i + 1) % 512 for i in REF["mtp"]["argmax"]]
     assert generate(model, REF["greedy"]["prompt"], 24, draft="2")[0] == REF["greedy"]["continuation"]
 

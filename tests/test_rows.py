@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from engine.draft import NoDraft
 from engine.kv_rows import HeadCache, LatentCache
 from engine.rows import Engine, naive_generate
 from engine.sample import Sampler
@@ -144,14 +145,14 @@ def test_a_prefill_is_copied_to_every_row_with_what_stands_beside_it():
 def test_a_cache_of_latents(model):
     cache = LatentCache.empty(model.config, 20)
     engine = Engine(model)
-    engine.rows.forward([PROMPT], cache)
+    engine.rows.forward([PROMPT], cache, [1], NoDraft())
     many = cache.clone(3, 30)
-    assert (many.num_rows, many.length, many.capacity) == (3, 12, 30) and many.bytes == 3 * many.states[0].bytes
+    assert (many.num_rows, many.lengths, many.capacity) == (3, [12] * 3, 30) and many.bytes == 3 * many.states[0].bytes
     many.keep([1])
     many.trim(5)
-    assert cache.length == 12 and many.length == 5 and many.num_rows == 1
+    assert cache.lengths == [12] and many.lengths == [5] and many.num_rows == 1
     many.reset()
-    assert many.length == 0
+    assert many.lengths == [0]
 
 
 # --- nanochat's own tests ---------------------------------------------------------------------------------------------
@@ -230,9 +231,9 @@ def test_rows_that_end_leave_the_forward_and_the_others_do_not_notice(model):
     some = Engine(model, terminal_ids=ends)
     rows, plain = [], some.rows.forward
 
-    def counted(ids, cache):
+    def counted(ids, *more):
         rows.append(len(ids))
-        return plain(ids, cache)
+        return plain(ids, *more)
 
     some.rows.forward = counted
     sequences, masks = some.generate_batch(PROMPT, num_samples=6, max_tokens=16, temperature=2.0, seed=3)
