@@ -192,7 +192,7 @@ def test_the_engine_gives_the_logits_of_the_dense_model(snapshot, dense, load):
 
     ids = TextTokenizer(snapshot, SimpleNamespace(vocab_size=len(PIECES), text_prefix=())).encode("hello world 12")
     model = load(snapshot).model
-    logits = step_all(model, KvState(model.config, len(ids)), torch.tensor(ids))
+    logits = step_all(model, [(ids, KvState(model.config, len(ids)))])
     torch.testing.assert_close(logits, dense_logits(dense, ids), rtol=1e-4, atol=5e-4)
 
 
