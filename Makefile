@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export PROMPT ?= In the beginning
 
-.PHONY: help setup run test test-slow lint native native-asan bench-kernels bench-decode bench-streaming bench-speculation soak clean
+.PHONY: help setup run smollm test test-slow lint native native-asan bench-kernels bench-decode bench-streaming bench-speculation soak clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /  make \1\t/' | expand -t 20
@@ -21,6 +21,15 @@ setup: .venv/ready  ## make .venv with what running and testing need
 
 run: setup  ## generate text with the embedded model; PROMPT="..." make run
 	@$(BIN)/python colibri.py
+
+smollm: models/smollm/config.json  ## a real instruct model, SmolLM2 135M, in models/smollm: 93 MB to download, 2 GB of disk
+
+# What reads its GGUF is installed here and not by setup: nothing else needs it.
+models/smollm/config.json: | setup
+	@$(BIN)/python -c 'import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+	print("\n".join(p["optional-dependencies"]["smollm"]))' > .venv/smollm.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r .venv/smollm.txt
+	$(BIN)/python scripts/get_smollm.py
 
 test: setup  ## the tests: no network, no GPU, a few minutes
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile

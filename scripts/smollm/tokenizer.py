@@ -1,0 +1,48 @@
+"""The tokenizer of SmolLM2 out of the metadata of its GGUF: tokenizer.json and tokenizer_config.json with the chat
+template. A GGUF holds the vocabulary and the merges and of all the rest only a name, "smollm"; what that stands for
+is written here."""
+
+import json
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+PRE_TOKENIZER = "smollm"
+CONTROL = 3  # token_type of a special token
+
+
+def build_tokenizer(metadata):
+    """-> tokenizers.Tokenizer. Byte-level BPE; digits stand alone, and no space is put before a text.
+
+    The vocabulary lacks 21 of the 256 bytes: those that UTF-8 never has, and a few control characters and first bytes
+    of unassigned planes. There is no piece for the unknown, so a text loses them, as it does with the original.
+    """
+    pieces = metadata["tokenizer.ggml.tokens"]
+    merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
+    tokenizer = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special(metadata)])
+    return tokenizer
+
+
+def special(metadata):
+    """The special tokens, in the order of their ids."""
+    kinds = zip(metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"], strict=True)
+    return [piece for piece, kind in kinds if kind == CONTROL]
+
+
+def save_tokenizer(metadata, folder):
+    """Write the two files; tokenizer_config.json lets transformers open the folder too."""
+    pieces = metadata["tokenizer.ggml.tokens"]
+    build_tokenizer(metadata).save(str(folder / "tokenizer.json"))
+    words = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding", "unk_token": "unknown"}
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        **{key: pieces[metadata[f"tokenizer.ggml.{word}_token_id"]] for key, word in words.items()},
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": metadata["llama.context_length"],
+        "chat_template": metadata["tokenizer.chat_template"],
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
