@@ -31,10 +31,11 @@ from tests.test_convert import run as convert
 from tests.test_forward import TOLERANCE, all_logits, check
 from tests.test_mtp import layers_forward_of
 
-MTP = ("glm4_moe", "deepseek_v3")
+MTP = ("glm_moe_dsa_mtp", "glm4_moe", "deepseek_v3")
 NEAR = 0.15  # what eight bits do to logits, whose standard deviation is near 3: 0.02 to 0.11
-# gpt_oss is fused wherever it is found, and published as MXFP4.
-NAMINGS = [(name, naming) for name in FAMILIES for naming in ("hub", "mxfp4" if name == "gpt_oss" else "fused")]
+# gpt_oss is fused wherever it is found, and published as MXFP4; FP8 is found under hub names alone.
+OTHER_NAMING = {"gpt_oss": ("mxfp4",), "glm_moe_dsa_fp8": ()}
+NAMINGS = [(name, naming) for name in FAMILIES for naming in ("hub", *OTHER_NAMING.get(name, ("fused",)))]
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from scripts.model_table import DOCUMENT, table
 from settings import IGNORED, MODES_NOT_BUILT, VARIABLES
 from tests.conftest import ROOT
 
@@ -115,6 +116,10 @@ def readme_tree():
         else:
             paths.append("".join(folders) + name)
     return paths
+
+
+def test_the_table_of_models_is_that_of_the_tests():
+    assert DOCUMENT.read_text(encoding="utf-8") == table(), "run python scripts/model_table.py"
 
 
 def test_the_readme_holds_every_file():
