@@ -400,21 +400,39 @@ INLINE float vf_sum(vf a) {
 #endif
 }
 
-INLINE vf vf_load_n(const float *p, int64_t n) { /* the first n lanes, the others zero */
-    if (n == 16) return vf_load(p);
+/* The first n lanes or bytes, the others zero; what lies beyond is neither read nor written. */
+#if defined(AVX512VNNI) || defined(AVX512)
+INLINE uint64_t first_bits(int64_t n) { return n >= 64 ? ~(uint64_t)0 : n > 0 ? ((uint64_t)1 << n) - 1 : 0; }
+INLINE vf vf_load_n(const float *p, int64_t n) { return _mm512_maskz_loadu_ps((__mmask16)first_bits(n), p); }
+INLINE void vf_store_n(float *p, vf a, int64_t n) { _mm512_mask_storeu_ps(p, (__mmask16)first_bits(n), a); }
+INLINE vf vf_load_f16_n(const uint16_t *p, int64_t n) {
+    return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16((__mmask16)first_bits(n), p));
+}
+INLINE vb vb_load_n(const uint8_t *p, int64_t n) { return _mm512_maskz_loadu_epi8(first_bits(n), p); }
+#else
+INLINE vf vf_load_n(const float *p, int64_t n) {
     float x[16] = {0};
+    if (n >= 16) return vf_load(p);
     memcpy(x, p, 4 * n);
     return vf_load(x);
 }
 INLINE void vf_store_n(float *p, vf a, int64_t n) {
-    if (n == 16) {
-        vf_store(p, a);
-        return;
-    }
     float x[16];
     vf_store(x, a);
     memcpy(p, x, 4 * n);
 }
+INLINE vf vf_load_f16_n(const uint16_t *p, int64_t n) {
+    uint16_t x[16] = {0};
+    memcpy(x, p, 2 * n);
+    return vf_load_f16(x);
+}
+INLINE vb vb_load_n(const uint8_t *p, int64_t n) {
+    uint8_t x[64] = {0};
+    if (n >= 64) return vb_load(p);
+    if (n > 0) memcpy(x, p, n);
+    return vb_load(x);
+}
+#endif
 
 /* e^x for x <= 0: 2^n times a polynomial. Relative error below 2e-7. */
 INLINE vf vf_exp_negative(vf x) {
