@@ -9,12 +9,11 @@ from dataclasses import fields, is_dataclass
 import torch
 
 from forward.attention import indexer
+from forward.kv_state import kv_dtype
 from forward.lm_head import LOGIT_ROWS
 from forward.moe import OUTPUT_BYTES
 from kernels.packing import Weight, grouped, packed_bytes
 from kernels.reference import BLOCK_BYTES, WIDEN_BYTES
-
-KV_ITEM_BYTES = 4  # float32
 
 
 def scratch_bytes(config, chunk_rows, capacity, is_native=False):
@@ -42,8 +41,10 @@ def scratch_bytes(config, chunk_rows, capacity, is_native=False):
     kv_b = c.num_heads * (c.nope_head_dim + c.v_head_dim) * c.kv_lora_rank
     blocks = 3 * max(indexer.BLOCK_BYTES, BLOCK_BYTES)
     full_scores = 4 * rows * c.num_heads * capacity  # small models never reach the block size
+    # What a layer remembers in bfloat16 is widened before use.
+    widened = capacity * max(c.kv_lora_rank + c.rope_head_dim, c.index_head_dim) if c.kv_dtype == "bf16" else 0
     return (
-        4 * (rows * (hidden + max(attention, moe)) + kv_b)
+        4 * (rows * (hidden + max(attention, moe)) + kv_b + widened)
         + min(blocks, 4 * full_scores)
         + selection
         + (min(2 * WIDEN_BYTES, 8 * c.vocab_size * c.hidden_size) + logits)
@@ -119,7 +120,7 @@ def prefill_flops(config, num_tokens, has_indexer=True):
 def kv_bytes_stored(config, has_indexer=True):
     """Of each token of each row, as long as its row lives; the row of the MTP layer is not counted."""
     latents = config.num_layers * (config.kv_lora_rank + config.rope_head_dim)
-    return KV_ITEM_BYTES * (latents + full_layers(config, has_indexer) * config.index_head_dim)
+    return kv_dtype(config).itemsize * (latents + full_layers(config, has_indexer) * config.index_head_dim)
 
 
 def kv_bytes_read(config, context, has_indexer=True):
@@ -128,7 +129,7 @@ def kv_bytes_read(config, context, has_indexer=True):
     seen = config.index_topk if chooses else context
     latents = config.num_layers * seen * (config.kv_lora_rank + config.rope_head_dim)
     index_keys = full_layers(config, has_indexer) * context * config.index_head_dim if chooses else 0
-    return KV_ITEM_BYTES * (latents + index_keys)
+    return kv_dtype(config).itemsize * (latents + index_keys)
 
 
 def held_bytes(part):

@@ -16,6 +16,7 @@ import torch
 KINDS = {"f32": 0, "bf16": 1, "f16": 2, "fp8-b128": 3}
 INTEGER_KINDS = {8: 4, 4: 5, 3: 6, 2: 7}
 SCALE_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+KV_KINDS = {torch.float32: 0, torch.bfloat16: 1}
 
 
 class WeightStruct(ctypes.Structure):
@@ -99,6 +100,7 @@ class MlaStruct(ctypes.Structure):
         ("value", c_int64),
         ("latent", c_int64),
         ("scale", c_float),
+        ("kind", c_int32),
     ]
 
 
@@ -112,6 +114,7 @@ class IndexStruct(ctypes.Structure):
         ("heads", c_int64),
         ("width", c_int64),
         ("positions", c_int64),
+        ("kind", c_int32),
     ]
 
 
@@ -345,7 +348,8 @@ class Native:
         R, L = rope_keys.shape[1], latents.shape[1]
         pointers = queries.data_ptr(), latents.data_ptr(), rope_keys.data_ptr(), pointer(selection), out.data_ptr()
         sizes = T, position, topk, H, width - R, R, value_dim, L
-        check(self.call.mla(self.pack.mla(struct_of(kv_b).address, *pointers, *sizes, scale)))
+        kind = KV_KINDS[latents.dtype]
+        check(self.call.mla(self.pack.mla(struct_of(kv_b).address, *pointers, *sizes, scale, kind)))
         return out
 
     def index_scores(self, queries, head_weights, keys):
@@ -354,7 +358,7 @@ class Native:
         T, H, D = queries.shape
         out = torch.empty(T, len(keys))
         pointers = queries.data_ptr(), head_weights.data_ptr(), keys.data_ptr(), out.data_ptr()
-        check(self.call.index_scores(self.pack.index_scores(*pointers, T, H, D, len(keys))))
+        check(self.call.index_scores(self.pack.index_scores(*pointers, T, H, D, len(keys), KV_KINDS[keys.dtype])))
         return out
 
     def top_positions(self, scores, first, topk):
