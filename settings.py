@@ -15,13 +15,14 @@ EMBEDDED_SNAPSHOT = Path(__file__).resolve().parent / "models" / "tiny"
 
 VARIABLES = (
     "SNAP SCORE PROMPT REF REPLAY TF REPORT NGEN CTX CHAT THINK PREFIX "
-    "TEMP NUCLEUS SEED DRAFT RAM_GB PREFILL_CHUNK TOPK TOPP EXACT KERNELS THREADS READ_MODE SNAP_MIRROR LOOKAHEAD "
-    "USAGE EXPERT_TIER ROUTE_TRACE XDG_CACHE_HOME TERM"
+    "TEMP NUCLEUS SEED DRAFT RAM_GB PREFILL_CHUNK TOPK TOPP EXACT KV_DTYPE KERNELS THREADS READ_MODE SNAP_MIRROR "
+    "LOOKAHEAD USAGE EXPERT_TIER ROUTE_TRACE XDG_CACHE_HOME TERM"
 ).split()
 
 # What may run the arithmetic; a test holds this and kernels/dispatch.py equal, for torch is slow to import here.
 KERNELS = ("native", "reference", "avx512amx", "avx512vnni", "avx512", "avx2", "neondot", "neon", "portable")
 
+KV_DTYPES = ("f32", "bf16")
 READ_MODES = ("auto", "direct", "buffered")
 LOOKAHEADS = ("auto", "0", "1")
 MAX_DRAFT = 16
@@ -103,6 +104,7 @@ class Settings:
     topk: int  # 0 = as many experts a token as config.json says
     topp: float  # 0 = all of them
     exact: bool  # activations stay float32 where weights are integers
+    kv_dtype: str  # how the KV state is stored
     kernels: str | None  # None = the best of this processor
     threads: int  # 0 = as many as the process may keep busy
     read_mode: str  # how experts are read
@@ -154,6 +156,7 @@ class Settings:
             topk=read.whole("TOPK", 0, 0, 65536),
             topp=read.number("TOPP", 0.0, 0.0, 1.0),
             exact=read.flag("EXACT", False),
+            kv_dtype=read.one_of("KV_DTYPE", KV_DTYPES) or "f32",
             kernels=read.one_of("KERNELS", KERNELS),
             threads=read.whole("THREADS", 0, 0, 256),
             read_mode=read.one_of("READ_MODE", READ_MODES) or "auto",

@@ -74,7 +74,7 @@ def open_snapshot(settings):
     folder = check_folder(settings)
     config, family = read_config(folder)
     num_active = config.num_active_experts
-    config = reduce_experts(settings, config)
+    config = replace(reduce_experts(settings, config), kv_dtype=settings.kv_dtype)
     index = read_index(folder)
     reader = Reader()
     resident = ResidentTensors(config, family, index, with_mtp=settings.drafts)
@@ -166,6 +166,8 @@ def list_lossy(settings, num_active, resident, disk):
         lossy.append(f"TOPK={settings.topk}: {settings.topk} of {num_active} experts a token")
     if 0 < settings.topp < 1:
         lossy.append(f"TOPP={settings.topp:g}: a token's weakest experts beyond that share of their scores are dropped")
+    if settings.kv_dtype == "bf16":
+        lossy.append("KV_DTYPE=bf16: what attention remembers of each token is rounded to bfloat16, in half the memory")
     return tuple(lossy)
 
 

@@ -9,12 +9,11 @@ from dataclasses import fields, is_dataclass
 import torch
 
 from forward.attention import indexer
+from forward.kv_state import kv_dtype
 from forward.lm_head import LOGIT_ROWS
 from forward.moe import OUTPUT_BYTES
 from kernels.packing import Weight, grouped, packed_bytes
 from kernels.reference import BLOCK_BYTES, WIDEN_BYTES
-
-KV_ITEM_BYTES = 4  # float32
 
 
 def scratch_bytes(config, chunk_rows, capacity, is_native=False):
@@ -47,8 +46,10 @@ def scratch_bytes(config, chunk_rows, capacity, is_native=False):
     kv_b = c.num_heads * (c.nope_head_dim + c.v_head_dim) * c.kv_lora_rank
     blocks = 3 * max(indexer.BLOCK_BYTES, BLOCK_BYTES) if is_mla else row_scores
     full_scores = 4 * rows * c.num_heads * capacity  # small models never reach the block size
+    # What a layer remembers in bfloat16 is widened before use.
+    widened = capacity * max(sum(c.kv_widths), c.index_head_dim) if c.kv_dtype == "bf16" else 0
     return (
-        4 * (rows * (hidden + max(attention, moe)) + kv_b)
+        4 * (rows * (hidden + max(attention, moe)) + kv_b + widened)
         + min(blocks, 4 * full_scores)
         + selection
         + (min(2 * WIDEN_BYTES, 8 * c.vocab_size * c.hidden_size) + logits)
@@ -150,7 +151,7 @@ def prefill_flops(config, num_tokens, has_indexer=True):
 def kv_bytes_stored(config, has_indexer=True):
     """Of each token of each row, as long as its row lives; the row of the MTP layer is not counted."""
     kept = config.num_layers * sum(config.kv_widths)
-    return KV_ITEM_BYTES * (kept + full_layers(config, has_indexer) * config.index_head_dim)
+    return kv_dtype(config).itemsize * (kept + full_layers(config, has_indexer) * config.index_head_dim)
 
 
 def kv_bytes_read(config, context, has_indexer=True):
@@ -158,7 +159,7 @@ def kv_bytes_read(config, context, has_indexer=True):
     chooses = has_choice(config, has_indexer) and context > config.index_topk
     kept = seen(config, context, has_indexer) * sum(config.kv_widths)
     index_keys = full_layers(config, has_indexer) * context * config.index_head_dim if chooses else 0
-    return KV_ITEM_BYTES * (kept + index_keys)
+    return kv_dtype(config).itemsize * (kept + index_keys)
 
 
 def held_bytes(part):

@@ -3,12 +3,15 @@
 For each position and layer the normed latent (kv_lora_rank floats) and the rotated shared key (rope_head_dim); with
 grouped queries the rotated keys stand in place of the latents, and the values in place of the shared keys. For each
 layer that runs an indexer its key (index_head_dim). There is a row for every layer and one more for the
-multi-token-prediction layer. float32. Pages cost memory only once written, so a long capacity is cheap.
+multi-token-prediction layer. float32, or what is appended is rounded to bfloat16, half to even (config.kv_dtype).
+Pages cost memory only once written, so a long capacity is cheap.
 """
 
 from dataclasses import dataclass
 
 import torch
+
+from kernels.packing import FORMATS
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +36,11 @@ class LayerKv:
         return store[:end]
 
 
+def kv_dtype(config):
+    """What a KvState of this model holds, as torch calls it."""
+    return FORMATS[config.kv_dtype].dtype
+
+
 class KvState:
     """Capacity in positions. `length` positions are known; rows beyond it are scratch.
 
@@ -43,19 +51,19 @@ class KvState:
     def __init__(self, config, capacity):
         self.config, self.capacity, self.length = config, capacity, 0
         self.mtp_base = self.mtp_length = 0
-        rows = config.num_layers + 1
-        self.latents, self.rope_keys = (torch.empty(rows, capacity, width) for width in config.kv_widths)
+        rows, dtype = config.num_layers + 1, kv_dtype(config)
+        self.latents, self.rope_keys = (torch.empty(rows, capacity, width, dtype=dtype) for width in config.kv_widths)
         full = [i for i in range(rows) if config.layer_is_full(i)]
         self.index_rows = {layer: row for row, layer in enumerate(full)}
-        self.index_keys = torch.empty(len(full), capacity, config.index_head_dim)
+        self.index_keys = torch.empty(len(full), capacity, config.index_head_dim, dtype=dtype)
 
     @staticmethod
     def bytes_for(config, capacity):
         """Bytes of a state of that capacity, fully written."""
         rows = config.num_layers + 1
         full = sum(config.layer_is_full(i) for i in range(rows))
-        floats = rows * sum(config.kv_widths) + full * config.index_head_dim
-        return 4 * capacity * floats
+        width = rows * sum(config.kv_widths) + full * config.index_head_dim
+        return kv_dtype(config).itemsize * capacity * width
 
     @property
     def bytes(self):

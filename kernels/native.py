@@ -107,6 +107,7 @@ class MlaStruct(ctypes.Structure):
         ("value", c_int64),
         ("latent", c_int64),
         ("scale", c_float),
+        ("kind", c_int32),
     ]
 
 
@@ -139,6 +140,7 @@ class IndexStruct(ctypes.Structure):
         ("heads", c_int64),
         ("width", c_int64),
         ("positions", c_int64),
+        ("kind", c_int32),
     ]
 
 
@@ -384,7 +386,8 @@ class Native:
         R, L = rope_keys.shape[1], latents.shape[1]
         pointers = queries.data_ptr(), latents.data_ptr(), rope_keys.data_ptr(), pointer(selection), out.data_ptr()
         sizes = T, position, topk, H, width - R, R, value_dim, L
-        check(self.call.mla(self.pack.mla(struct_of(kv_b).address, *pointers, *sizes, scale)))
+        kind = KV_KINDS[latents.dtype]
+        check(self.call.mla(self.pack.mla(struct_of(kv_b).address, *pointers, *sizes, scale, kind)))
         return out
 
     def grouped_attention(self, queries, keys, values, position, window=0, sinks=None, scale=1.0):
@@ -403,7 +406,7 @@ class Native:
         T, H, D = queries.shape
         out = torch.empty(T, len(keys))
         pointers = queries.data_ptr(), head_weights.data_ptr(), keys.data_ptr(), out.data_ptr()
-        check(self.call.index_scores(self.pack.index_scores(*pointers, T, H, D, len(keys))))
+        check(self.call.index_scores(self.pack.index_scores(*pointers, T, H, D, len(keys), KV_KINDS[keys.dtype])))
         return out
 
     def top_positions(self, scores, first, topk):

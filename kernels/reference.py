@@ -268,10 +268,10 @@ def all_finite(x):
 def index_scores(queries, head_weights, keys):
     """The DSA indexer's scores: sum over heads of weight * relu(query . key).
 
-    queries [T, H, D], head_weights [T, H] (already scaled), keys [S, D] -> [T, S].
+    queries [T, H, D], head_weights [T, H] (already scaled), keys [S, D], float32 or bfloat16 -> [T, S].
     """
     T, H, D = queries.shape
-    scores = (queries.reshape(T * H, D) @ keys.T).relu_().view(T, H, -1) * D**-0.5
+    scores = (queries.reshape(T * H, D) @ keys.float().T).relu_().view(T, H, -1) * D**-0.5
     return torch.einsum("th,ths->ts", head_weights, scores)
 
 
@@ -279,9 +279,10 @@ def absorbed_attention(queries, kv_b, latents, rope_keys, position, selection, v
     """Multi-head latent attention of T new rows of one sequence, straight over the cached latents.
 
     queries [T, H, N + R], the rotary part rotated; kv_b Weight [H * (N + V), L], for each head N key rows and V value
-    rows; latents [S, L] and rope_keys [S, R] of all positions, the new ones included. Row t is position `position` + t
-    and sees the positions up to its own, or those of selection [T, K] (ascending, -1 where there are fewer).
-    -> [T, H, V]. q . (Wk l) = (q Wk) . l, and sum p Wv l = Wv sum p l: one key for all heads.
+    rows; latents [S, L] and rope_keys [S, R] of all positions, the new ones included: float32, or bfloat16 that is
+    widened. Row t is position `position` + t and sees the positions up to its own, or those of selection [T, K]
+    (ascending, -1 where there are fewer). -> [T, H, V], float32.
+    q . (Wk l) = (q Wk) . l, and sum p Wv l = Wv sum p l: one key for all heads.
     """
     T, H = queries.shape[:2]
     R, L = rope_keys.shape[1], latents.shape[1]
@@ -291,6 +292,8 @@ def absorbed_attention(queries, kv_b, latents, rope_keys, position, selection, v
     num_keys = len(latents) if selection is None else selection.shape[1]
     row_floats = H * num_keys if selection is None else num_keys * (L + R + H)
     step, mixed = max(1, BLOCK_BYTES // (4 * row_floats)), torch.empty_like(q_latent)
+    if selection is None:
+        latents, rope_keys = latents.float(), rope_keys.float()
     for start in range(0, T, step):
         rows = slice(start, start + step)
         if selection is None:
@@ -298,7 +301,7 @@ def absorbed_attention(queries, kv_b, latents, rope_keys, position, selection, v
             allowed = torch.arange(num_keys) <= torch.arange(position + start, position + min(start + step, T))[:, None]
         else:
             chosen = selection[rows].clamp_min(0)
-            keys, allowed = (latents[chosen], rope_keys[chosen]), selection[rows] >= 0
+            keys, allowed = (latents[chosen].float(), rope_keys[chosen].float()), selection[rows] >= 0
         mixed[rows] = latent_attention(q_latent[rows], queries[rows, :, N:], *keys, allowed, scale)
     return torch.einsum("thl,hvl->thv", mixed, weights[:, N:])
 

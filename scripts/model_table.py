@@ -28,14 +28,14 @@ NOTES = {  # what a fixture shows beside its model type
 HEAD = """\
 # Models
 
-Made by `python scripts/model_table.py` from the cases of tests/test_families.py: a word stands where a test with a small model of
-that type passes. "numbers" are logits, log-probabilities and greedy ids equal to transformers', with the C kernels and with
-KERNELS=reference; "modes" are the check, TF and SCORE through colibri.py, on one expert slot a layer too; "bits" says that a token's
-logits are the same bits alone, in any batch and at any prefill chunk; "rows" that N answers in lock-step equal N runs; "drafts"
-that guesses change no token: by what was written before (n-gram), and by an MTP layer, whose logits and chained drafts equal a
-reference's, or that is only wired ("MTP, no numbers"); "containers" what convert.py and the quantisation at load were tried with.
-"hub" are files with a tensor for each expert, "fused" with one for all experts of a layer. A model runs from its Hugging Face
-folder, whatever its size.
+Made by `python scripts/model_table.py` from the cases of tests/test_families.py: a word stands where a test with a
+small model of that type passes. "numbers" are logits, log-probabilities and greedy ids equal to transformers', with
+the C kernels and with KERNELS=reference; "modes" are the check, TF and SCORE through colibri.py, on one expert slot a
+layer too; "bits" says that a token's logits are the same bits alone, in any batch and at any prefill chunk; "rows"
+that N answers in lock-step equal N runs; "drafts" that guesses change no token: by what was written before (n-gram),
+and by an MTP layer, whose logits and chained drafts equal a reference's, or that is only wired ("MTP, no numbers");
+"containers" what convert.py and the quantisation at load were tried with. "hub" are files with a tensor for each
+expert, "fused" with one for all experts of a layer. A model runs from its Hugging Face folder, whatever its size.
 
 | model type | of | files as | numbers | modes | bits | rows | drafts | containers |
 |---|---|---|---|---|---|---|---|---|

@@ -18,7 +18,7 @@ from kernels.build import (
     processor_flags,
     usable_variants,
 )
-from kernels.native import CALLS, Native, WeightStruct, struct_of
+from kernels.native import CALLS, KV_KINDS, Native, WeightStruct, struct_of
 from kernels.packing import FORMATS, FP8, Weight
 from kernels.reference import rope_angles
 from snapshot.rope import plain_frequencies
@@ -183,13 +183,15 @@ def add_attention(memory, native):
             spoilt = latents.clone()
             spoilt[5, 3], spoilt[first, 1] = torch.nan, torch.inf
             for selection in (None, chosen):
-                for known in (latents, spoilt):
-                    expected = native.absorbed_attention(queries, kv_b, known, rope_keys, first, selection, V, scale)
+                for known in (latents, spoilt, spoilt.bfloat16()):
+                    keys = known, rope_keys.to(known.dtype)
+                    expected = native.absorbed_attention(queries, kv_b, *keys, first, selection, V, scale)
                     topk = 0 if selection is None else selection.shape[1]
                     numbers = dict(count=T, position=first, topk=topk, heads=H, nope=N, rope=R, value=V, latent=L)
                     memory.call(
-                        f"mla {name} {L} {topk} {known is latents}", "mla", expected, kv_b=[kv_b], queries=queries,
-                        latents=known, rope_keys=rope_keys, selection=selection, scale=scale, **numbers,
+                        f"mla {name} {L} {topk} {known is latents} {known.dtype}", "mla", expected, kv_b=[kv_b],
+                        queries=queries, latents=known, rope_keys=keys[1], selection=selection, scale=scale,
+                        kind=KV_KINDS[known.dtype], **numbers,
                     )  # fmt: skip
 
 
@@ -223,11 +225,10 @@ def add_grouped_attention(memory, native):
 
 def add_indexer(memory, native):
     for T, H, D, S in ((5, 8, 16, 40), (20, 32, 128, 130), (1, 3, 20, 1)):
-        tensors = dict(queries=randn(T, H, D), weights=randn(T, H, seed=1), keys=randn(S, D, seed=2))
-        expected = native.index_scores(*tensors.values())
-        memory.call(
-            f"index {T} {H} {D} {S}", "index_scores", expected, count=T, heads=H, width=D, positions=S, **tensors
-        )
+        for dtype, kind in KV_KINDS.items():
+            tensors = dict(queries=randn(T, H, D), weights=randn(T, H, seed=1), keys=randn(S, D, seed=2).to(dtype))
+            expected, sizes = native.index_scores(*tensors.values()), dict(count=T, heads=H, width=D, positions=S)
+            memory.call(f"index {T} {H} {D} {S} {dtype}", "index_scores", expected, kind=kind, **sizes, **tensors)
 
 
 def add_rows(memory, native):

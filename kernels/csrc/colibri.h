@@ -59,15 +59,18 @@ typedef struct {
 } add_t;
 
 /* One sequence: `count` rows of queries behind `position` known positions (their own keys are in the cache already).
- * queries [count, heads, nope + rope], the rotary part rotated; latents [positions, latent], rope_keys [positions, rope];
- * selection [count, topk] positions ascending, filled with -1, or NULL: all up to its own. out [count, heads, value]. */
+ * queries [count, heads, nope + rope], the rotary part rotated; latents [positions, latent] and rope_keys
+ * [positions, rope], F32 or BF16; selection [count, topk] positions ascending, filled with -1, or NULL: all up to its own.
+ * out [count, heads, value]. */
 typedef struct {
     const weight_t *kv_b; /* [heads * (nope + value), latent] */
-    const float *queries, *latents, *rope_keys;
+    const float *queries;
+    const void *latents, *rope_keys;
     const int64_t *selection;
     float *out;
     int64_t count, position, topk, heads, nope, rope, value, latent;
     float scale;
+    int32_t kind; /* of latents and rope_keys */
 } mla_t;
 
 /* One sequence, as of mla_t: queries [count, heads, width]; keys [positions, groups, width] and values [positions, groups,
@@ -83,11 +86,13 @@ typedef struct {
     int32_t kind; /* of keys and values: F32 or BF16 */
 } grouped_t;
 
-/* queries [count, heads, width], weights [count, heads], keys [positions, width] -> out [count, positions]. */
+/* queries [count, heads, width], weights [count, heads], keys [positions, width], F32 or BF16 -> out [count, positions]. */
 typedef struct {
-    const float *queries, *weights, *keys;
+    const float *queries, *weights;
+    const void *keys;
     float *out;
     int64_t count, heads, width, positions;
+    int32_t kind; /* of keys */
 } index_t;
 
 /* scores [rows, positions], row i sees the positions up to first + i -> chosen [rows, topk]: the best it sees, ascending,

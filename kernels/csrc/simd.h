@@ -445,7 +445,7 @@ INLINE vf vf_exp_negative(vf x) {
     for (int i = 0; i < 7; i++) p = vf_fma(p, r, vf_set1(c[i]));
     int32_t bits[16];
     vi_store(bits, n);
-    for (int i = 0; i < 16; i++) bits[i] = (bits[i] + 127) << 23;
+    for (int i = 0; i < 16; i++) bits[i] = (int32_t)((uint32_t)(bits[i] + 127) << 23); /* of NaN anything */
     return vf_mul(p, vf_bits(vi_load(bits)));
 }
 
