@@ -1,4 +1,4 @@
-"""Write docs/models.md: which model types run in which formats and modes, from the cases that tests/test_families.py has.
+"""Write docs/models.md: which model types run in which formats and modes, by the cases of tests/test_families.py.
 
     python scripts/model_table.py
 
