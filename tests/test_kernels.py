@@ -85,6 +85,18 @@ def test_linear(kernels, fmt):
                 assert torch.equal(one[0], bits[7])
 
 
+@pytest.mark.parametrize("fmt", FORMATS.values(), ids=str)
+def test_very_many_rows(kernels, fmt):
+    """More rows of weights are taken at a time then; the bits stay."""
+    for weight in weights_of(fmt, 300, 128):
+        x = randn(150, 128)
+        bits = next(iter(kernels.values())).linear(x, weight)
+        torch.testing.assert_close(bits, reference.linear(x, weight), rtol=1e-5, atol=1e-5 * float(bits.abs().max()))
+        for native in kernels.values():
+            assert torch.equal(native.linear(x, weight), bits), native.name
+            assert torch.equal(native.linear(x[100:103], weight), bits[100:103])
+
+
 def test_linear_takes_rows_with_gaps(kernels):
     [weight] = weights_of(FORMATS["f32"], 9, 40)
     wide = randn(6, 100)
