@@ -228,7 +228,7 @@ class Drafter(NoDraft):
             offers.append({name: len(guesses)} if guesses else {})
             if row.mtp and most > 0 and num_new == 1:  # else the hidden row before the guess is not known yet
                 offers[-1]["MTP"] = most
-        choices = self.governor.choose(offers, num_rows, room)
+        choices = self.together(self.governor.choose(offers, num_rows, room), offers, wanted, room)
         guesses, self.drafting = self.make(choices, wanted, found)
         self.turns = [
             (source, len(of_row), num_new)
@@ -238,6 +238,19 @@ class Drafter(NoDraft):
         if any(guesses):
             self.model.experts.verify()
         return guesses
+
+    def together(self, choices, offers, wanted, room):
+        """Sequences at the same place of the same text, such as greedy ones, do the same: then they stay together, and
+        ask for the same experts."""
+        keys = [
+            (len(ids), *ids[-NgramSource.LONGEST :], *offer.items())
+            for (ids, _, _), offer in zip(wanted, offers, strict=True)
+        ]
+        deepest = {}
+        for key, choice in zip(keys, choices, strict=True):
+            deepest[key] = max(deepest.get(key, choice), choice, key=lambda choice: choice[1])
+        same = [deepest[key] for key in keys]
+        return same if sum(depth for _, depth in same) <= room else choices
 
     def make(self, choices, wanted, found):
         """-> (guesses of each sequence, {source: seconds})."""

@@ -201,6 +201,26 @@ def test_a_row_that_is_ahead_goes_on_and_the_steps_wait(model, monkeypatch):
     assert watched.forwards[1:5] == [[4, 4, 4]] * 3 + [[4, 4]]
 
 
+def test_rows_that_say_the_same_stay_together(load, monkeypatch):
+    """Rows at different places ask for more experts; one that alone makes a guess would part them for good."""
+    model = load(EMBEDDED_SNAPSHOT, DRAFT="auto").model
+
+    class FirstAlone(Governor):
+        def choose(self, offers, *more):
+            most = min(2, offers[0].get("MTP", 0))
+            return [("MTP", most) if most else (None, 0), *[(None, 0)] * (len(offers) - 1)]
+
+    watched = Watched(model, monkeypatch, terminal_ids=(), draft="auto")
+    watched.engine.governor = FirstAlone()
+    list(watched.engine.generate(TINY["prompt_ids"], num_samples=4, max_tokens=30, temperature=0))
+    assert len(watched.forwards) < 25 and all(len(set(tokens)) == 1 for tokens in watched.forwards)
+    drafter = Drafter(model, KvState(model.config, 9), Governor())
+    choices, offers = [("MTP", 3), (None, 0), ("MTP", 1)], [{"MTP": 4}] * 3
+    wanted = [([7, 1, 2], 9, 1), ([7, 1, 2], 9, 1), ([8, 1, 2], 9, 1)]
+    assert drafter.together(choices, offers, wanted, 7) == [("MTP", 3), ("MTP", 3), ("MTP", 1)]
+    assert drafter.together(choices, offers, wanted, 6) == choices  # no room for that
+
+
 def test_the_trained_head_drafts_for_several_rows(load, monkeypatch):
     model = load(EMBEDDED_SNAPSHOT, DRAFT="auto").model
     prompt, expected = TINY["prompt_ids"], TINY["full_ids"]
