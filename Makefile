@@ -46,7 +46,7 @@ native: setup  ## compile the C kernels for every set of instructions of this ma
 
 native-asan: setup  ## the kernel tests with the sanitizers for addresses and undefined behaviour, some minutes
 	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" ASAN_OPTIONS=detect_leaks=0 \
-	$(BIN)/python -m pytest -q --sanitize tests/test_kernels.py
+	$(BIN)/python -m pytest -q --sanitize tests/test_kernels.py tests/test_small_kernels.py tests/test_family_kernels.py tests/test_kv_dtype.py
 
 bench-kernels: setup  ## each kernel against a plain read of memory and torch, some minutes
 	$(BIN)/python bench/kernels.py
