@@ -18,9 +18,10 @@ from kernels.build import (
     processor_flags,
     usable_variants,
 )
-from kernels.native import CALLS, KV_KINDS, Native, WeightStruct, struct_of
+from kernels.native import KV_KINDS, Native, struct_of
 from kernels.packing import FORMATS, FP8, Weight
 from kernels.reference import rope_angles
+from kernels.structs import CALLS, WeightStruct
 from snapshot.rope import plain_frequencies
 from tests.conftest import FIXTURES
 from tests.test_family_kernels import clamped_case
