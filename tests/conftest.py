@@ -31,9 +31,9 @@ def pytest_addoption(parser):
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch):
     """No variable of the engine leaks in from the shell, none out of a test."""
-    from settings import IGNORED, MODES_NOT_BUILT, VARIABLES
+    from settings import IGNORED, VARIABLES
 
-    for name in (*VARIABLES, *IGNORED, *MODES_NOT_BUILT):
+    for name in (*VARIABLES, *IGNORED):
         monkeypatch.delenv(name, raising=False)
 
 
