@@ -14,6 +14,10 @@ from pathlib import Path
 
 from tests.conftest import ROOT
 
+CHAT, LEGACY = "/v1/chat/completions", "/v1/completions"
+# On two cores that others use too, one thread is faster than two that wait for each other.
+QUICK = {"THREADS": 1}
+
 
 class Requests:
     """To a server at self.url, which listens at self.port."""
@@ -110,3 +114,17 @@ class ServerProcess(Requests):
         """A number of /proc/pid/status: Threads, or VmRSS in kB."""
         text = Path(f"/proc/{self.process.pid}/status").read_text()
         return int(re.search(rf"^{name}:\s+(\d+)", text, re.MULTILINE)[1])
+
+
+def chat(server, content="Who art thou?", **fields):
+    status, body, _ = server.post(
+        CHAT, {"messages": [{"role": "user", "content": content}], "max_tokens": 12, "temperature": 0} | fields
+    )
+    assert status == 200, body
+    return body["choices"][0]["message"]["content"]
+
+
+def complete(server, prompt="In the beginning", **fields):
+    status, body, _ = server.post(LEGACY, {"prompt": prompt, "temperature": 0} | fields)
+    assert status == 200, body
+    return body

@@ -24,12 +24,11 @@ from settings import EMBEDDED_SNAPSHOT, Settings
 from snapshot.config import read_config
 from snapshot.expert_cache import CacheCounters
 from snapshot.tokenizer import TextTokenizer
-from tests.server_process import Requests
+from tests.server_process import CHAT, LEGACY, Requests
 
 CONFIG = read_config(EMBEDDED_SNAPSHOT)[0]
 TOKENIZER = TextTokenizer(EMBEDDED_SNAPSHOT, CONFIG)
 CONTEXT = 1000
-CHAT, LEGACY = "/v1/chat/completions", "/v1/completions"
 ASK = {"messages": [{"role": "user", "content": "x"}]}
 TOOLS = [
     {
