@@ -178,7 +178,7 @@ def test_eight_clients_for_a_minute():
         assert server.end() == 0
 
 
-def test_killed_and_started_again(openai):
+def test_killed_and_started_again():
     """kill -9 leaves nothing that keeps the next one from the same port; a key is asked for; a non-UTF-8 locale."""
     fields = QUICK | {"CTX": CONTEXT, "API_KEY": "sécret", "HOST": "0.0.0.0", "ALLOWED_HOSTS": "my.box,other"}
     first = ServerProcess(LC_ALL="C", LANG="C", **fields)
@@ -202,7 +202,7 @@ def test_killed_and_started_again(openai):
         assert second.end(signal.SIGINT) == 0
 
 
-def test_told_to_end_in_the_middle_of_an_answer(openai):
+def test_told_to_end_in_the_middle_of_an_answer():
     server = ServerProcess("1", **QUICK)
     with send_raw(server, request_bytes({"prompt": "In", "max_tokens": 900, "stream": True})) as connection:
         data = connection.recv(200)
@@ -217,7 +217,8 @@ SMOLLM = ROOT / "models" / "smollm"
 
 
 @pytest.mark.skipif(not (SMOLLM / "config.json").exists(), reason="models/smollm is not built: make smollm")
-def test_a_model_that_answers(openai):
+def test_a_model_that_answers():
+    openai = pytest.importorskip("openai", reason="openai is not installed: pip install openai")
     server = ServerProcess(SNAP=SMOLLM)
     try:
         with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
