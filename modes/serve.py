@@ -2,6 +2,7 @@
 
 import sys
 
+from engine.kv_file import KvFiles
 from engine.load import load_model, open_snapshot
 from engine.scheduler import Scheduler
 from modes.console import say
@@ -79,10 +80,9 @@ def run_stdio(settings, opened):
 
     loaded, scheduler = start(settings, opened)
     try:
-        run(loaded, scheduler, sys.stdin.buffer, sys.stdout.buffer)
+        return run(loaded, scheduler, sys.stdin.buffer, sys.stdout.buffer, settings)
     finally:
         end(loaded, scheduler)
-    return 0
 
 
 def start(settings, opened):
@@ -91,7 +91,8 @@ def start(settings, opened):
     for line in (loaded.kernels, loaded.drive, loaded.history):
         if line:
             say(line)
-    return loaded, Scheduler(loaded, opened.plan.kv_slots, settings.queue)
+    saved = KvFiles(loaded, settings.cache, say) if settings.kvsave else None
+    return loaded, Scheduler(loaded, opened.plan.kv_slots, settings.queue, saved)
 
 
 def end(loaded, scheduler):

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from tests.conftest import ROOT
-from tests.server_process import LEGACY, QUICK, ServerProcess, chat, complete
+from tests.server_process import CHAT, LEGACY, QUICK, ServerProcess, chat, complete
 
 CONTEXT = 512
 
@@ -211,6 +211,32 @@ def test_told_to_end_in_the_middle_of_an_answer():
             data += piece
     assert b"shutting_down" in data and data.rstrip().endswith(b"0")  # the last chunk: the stream is whole
     assert any("[serve] ended" in line for line in server.lines)
+
+
+def test_a_conversation_with_a_name_survives_a_restart(tmp_path):
+    variables = QUICK | {"KVSAVE": 1, "XDG_CACHE_HOME": tmp_path, "CTX": CONTEXT, "KERNELS": "reference"}
+    first = ServerProcess(**variables)
+    talk = [{"role": "user", "content": "Who art thou? Whence comest thou, and whither goest thou?"}]
+    fields = {"max_tokens": 12, "temperature": 0, "prompt_cache_key": "mine/../ü"}
+    try:
+        answer = first.post(CHAT, {"messages": talk} | fields)[1]["choices"][0]["message"]
+        talk += [answer, {"role": "user", "content": "And then?"}]
+        expected = chat_again(first, talk, fields | {"prompt_cache_key": None})[0]
+    finally:
+        assert first.end() == 0
+    second = ServerProcess(**variables)
+    try:
+        found, usage = chat_again(second, talk, fields)
+        assert found == expected
+        assert usage["prompt_tokens_details"]["cached_tokens"] > usage["prompt_tokens"] // 2
+        assert any("[KV] conversation" in line and "resumed with" in line for line in second.lines)
+    finally:
+        assert second.end() == 0
+
+
+def chat_again(server, talk, fields):
+    body = server.post(CHAT, {"messages": talk} | fields)[1]
+    return body["choices"][0]["message"], body["usage"]
 
 
 SMOLLM = ROOT / "models" / "smollm"
