@@ -99,4 +99,4 @@ def end(loaded, scheduler):
     scheduler.close()
     if loaded.usage:
         numbers = scheduler.numbers()
-        loaded.usage.save(loaded.model.experts.counts(), numbers["prompt_tokens"] - numbers["cached_tokens"])
+        loaded.usage.save(loaded.model.experts.counts(), numbers["prompt_rows"] + numbers["tokens"])

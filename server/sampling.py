@@ -5,6 +5,7 @@ from dataclasses import dataclass
 MAX_STOPS, MAX_STOP_LENGTH = 16, 1000
 MAX_TOP_LOGPROBS = 20
 MAX_NAME = 512
+SMALLEST_NUCLEUS = 1e-9
 # Fields that change no answer: they name the user, or say how long something is kept elsewhere.
 WITHOUT_EFFECT = ("user", "metadata", "safety_identifier", "prompt_cache_retention")
 
@@ -36,7 +37,7 @@ def read_sampling(fields, service, max_tokens, top_logprobs):
     sampling = Sampling(
         max_tokens=max_tokens,
         temperature=fields.number("temperature", service.temperature, 0, 2),
-        nucleus=fields.number("top_p", service.nucleus, 0, 1),
+        nucleus=read_nucleus(fields, service),
         top_k=fields.whole("top_k", 0, 0, 1 << 31),
         seed=fields.whole("seed", None, -(2**63), 2**64 - 1),
         n=n,
@@ -50,6 +51,12 @@ def read_sampling(fields, service, max_tokens, top_logprobs):
     fields.neutral("presence_penalty", 0)
     fields.neutral("logit_bias", {})
     return sampling
+
+
+def read_nucleus(fields, service):
+    """top_p, where 0 is the likeliest token alone; to the sampler it would be no limit."""
+    nucleus = fields.number("top_p", None, 0, 1)
+    return service.nucleus if nucleus is None else max(nucleus, SMALLEST_NUCLEUS)
 
 
 def read_conversation(fields, service):
