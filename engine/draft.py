@@ -87,6 +87,11 @@ class MtpSource:
         self.first, self.hidden = kv.length, None  # position of the first row that waits; [rows, D]
         self.tokens = []  # at the positions of these rows
 
+    @property
+    def is_ready(self):
+        """Whether the row before the next token waits: not so where the last forward came to no end."""
+        return self.hidden is not None and 0 < self.kv.length - self.first <= len(self.hidden)
+
     def clone(self, kv):
         """The same on a clone of our KvState."""
         other = MtpSource(self.model, kv)
@@ -244,7 +249,8 @@ class Drafter(NoDraft):
             name, guesses = row.ngrams.offer(ids, most) if most > 0 else ("n-gram", [])
             found.append(guesses)
             offers.append({name: len(guesses)} if guesses else {})
-            if row.mtp and most > 0 and num_new == 1:  # else the hidden row before the guess is not known yet
+            # With more new ids the hidden row before the guess is not known yet.
+            if row.mtp and most > 0 and num_new == 1 and row.mtp.is_ready:
                 offers[-1]["MTP"] = most
         choices = self.governor.choose(offers, num_rows, room, num_others > 0)
         guesses, self.drafting = self.make(choices, wanted, found)
@@ -277,7 +283,7 @@ class Drafter(NoDraft):
 
     def keep_up(self, idle):
         """idle [(MtpSource or None, ids), ...], of which no guess is wanted now: let not too many rows wait."""
-        idle = [(source, ids) for source, ids in idle if source and source.hidden is not None]
+        idle = [(source, ids) for source, ids in idle if source and source.is_ready]
         if sum(len(source.hidden) for source, _ in idle) > MtpSource.MANY:
             catch_up(self.model, idle)
 

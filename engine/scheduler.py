@@ -26,14 +26,14 @@ LAST = 16  # jobs whose time counts for retry_after
 
 
 class Scheduler:
-    """loaded: of engine/load.py, planned for at least num_slots KV states; the model is the scheduler's until `close`.
-    max_queue: requests that may wait beside those that can begin at once. saved: conversations over restarts
-    (engine/kv_file.py), or None. draft: guesses a forward, auto or a number, by default as loaded."""
+    """loaded: of engine/load.py; the model is the scheduler's until `close`. num_slots: by default as many as memory
+    is planned for. max_queue: requests that may wait beside those that can begin at once. saved: conversations over
+    restarts (engine/kv_file.py), or None. draft: guesses a forward, auto or a number, by default as loaded."""
 
-    def __init__(self, loaded, num_slots=1, max_queue=8, saved=None, draft=None):
+    def __init__(self, loaded, num_slots=None, max_queue=8, saved=None, draft=None):
         self.model, self.config, self.context = loaded.model, loaded.config, loaded.context
         self.max_queue, self.saved = max_queue, saved
-        self.slots = [Slot(self.model, self.context) for _ in range(num_slots)]
+        self.slots = [Slot(self.model, self.context) for _ in range(num_slots or loaded.plan.kv_slots)]
         self.governor = Governor(loaded.draft if draft is None else draft)
         plan = loaded.plan
         fits_memory = plan.num_slots >= plan.num_sparse_layers * plan.num_experts

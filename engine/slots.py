@@ -70,7 +70,7 @@ def choose(slots, prompt_ids, num_rows, conversation=None, may_reuse=True):
     serves = length and not source.job and source.conversation is None
     if own:
         first = own
-    elif serves and source.kv.length - length <= length // KEPT_SHARE:
+    elif serves and source.kv.length - length <= 1 + length // KEPT_SHARE:
         first = source
     else:
         first = free[0]

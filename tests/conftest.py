@@ -94,6 +94,23 @@ def load():
 
 
 @pytest.fixture
+def serve(load):
+    """serve(slots, max_queue, folder, saved, **variables) -> a Scheduler, closed when the test ends."""
+    from engine.scheduler import Scheduler
+
+    begun = []
+
+    def serve(slots=4, max_queue=50, folder=FIXTURES / "glm_moe_dsa_mtp", saved=None, **variables):
+        loaded = load(folder, **({"DRAFT": "auto", "cap": 3} | variables))
+        begun.append(Scheduler(loaded, slots, max_queue, saved))
+        return begun[-1]
+
+    yield serve
+    for scheduler in begun:
+        scheduler.close()
+
+
+@pytest.fixture
 def run_colibri(tmp_path):
     """run_colibri(*arguments, **variables) -> the finished process of `python colibri.py`."""
 

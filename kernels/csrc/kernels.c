@@ -199,7 +199,7 @@ static int linear(const linear_t *c) {
     }
     for (int64_t i = 0; i < c->count; i++) rows[i] = i;
     const int64_t starts[] = {0, c->count};
-    int64_t each = c->count >= MANY ? MANY_PIECE_ROWS : PIECE_ROWS;
+    int64_t each = p.in.acts.tiles && c->count >= MANY ? MANY_PIECE_ROWS : PIECE_ROWS;
     linear_job_t job = {c, &p.in, rows, each, make_blocks(&p, rows, starts, 1)};
     if (!job.failed) run_pieces(linear_piece, &job, (c->weight->rows + each - 1) / each);
     if (rows != few) free(rows);
