@@ -3,7 +3,10 @@
 import io
 import os
 import re
+import subprocess
+import sys
 import threading
+from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +20,7 @@ from settings import EMBEDDED_SNAPSHOT, Settings
 from snapshot.config import read_config
 from snapshot.expert_cache import CacheCounters
 from snapshot.tokenizer import TextTokenizer
-from tests.conftest import read_json
+from tests.conftest import ROOT, read_json
 
 CONFIG = read_config(EMBEDDED_SNAPSHOT)[0]
 TOKENIZER = TextTokenizer(EMBEDDED_SNAPSHOT, CONFIG)
@@ -510,3 +513,73 @@ def test_a_chat_with_the_real_model(scheduler):
     out = replies(talk(b"Who art thou?\nAnd thy name?\n\x02RESET\nWho art thou?\n", scheduler, scheduler.loaded))
     assert [error for _, error, _ in out] == [None] * 4 and out[0][0] == out[3][0]
     assert all(text.decode() for text in (out[0][0], out[1][0]))
+
+
+# --- as a process -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def process():
+    """process(**variables) -> SERVE=stdio python colibri.py with pipes."""
+    started = []
+
+    def start(**variables):
+        environ = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+        environ |= {"PYTHONDONTWRITEBYTECODE": "1", "USAGE": "0", "SERVE": "stdio", "CTX": "256", "THREADS": "1"}
+        environ |= {name: str(value) for name, value in variables.items()}
+        pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        started.append(subprocess.Popen([sys.executable, str(ROOT / "colibri.py")], env=environ, **pipes))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout, process.stderr):
+            with suppress(BrokenPipeError):
+                pipe.close()
+
+
+def read_reply(stdout):
+    """The next lines up to a STAT line."""
+    lines = []
+    while not lines or not STAT.fullmatch(lines[-1]):
+        lines.append(stdout.readline())
+        assert lines[-1], lines
+    return b"".join(lines)
+
+
+def test_a_program_drives_the_pipe(process, run_colibri):
+    """READY is the first line; an answer comes before the next request is sent; in the C locale too."""
+    p = process(LC_ALL="C", KV_SLOTS=2)
+    assert START.fullmatch(read_reply(p.stdout))
+    p.stdin.write(frame("In the beginning", 16))
+    p.stdin.flush()
+    [(text, error, numbers)] = replies(read_reply(p.stdout))
+    plain = run_colibri(PROMPT="In the beginning", NGEN=16, TEMP=0, CTX=256)
+    assert (text + b"\n", error, numbers[0]) == (plain.stdout, None, 16)
+    p.stdin.write(frame("x", slot=2) + "Wer bist du, Mädchen?\n".encode())
+    p.stdin.close()
+    refused, answered = replies(p.stdout.read())
+    assert "slot 2: expected 0 to 1" in refused[1] and answered[0].decode() and answered[1] is None
+    assert p.wait(30) == 0 and b"Traceback" not in p.stderr.read()
+
+
+def test_a_closed_stdout_ends_the_process(process):
+    p = process(NGEN=200)
+    read_reply(p.stdout)
+    p.stdin.write(frame("In the beginning", 200, "1"))
+    p.stdin.flush()
+    p.stdout.read(1)
+    p.stdout.close()
+    assert p.wait(30) == 141 and b"Traceback" not in p.stderr.read()
+
+
+def test_sigterm_ends_the_process_in_the_middle_of_an_answer(process):
+    p = process(NGEN=200)
+    read_reply(p.stdout)
+    p.stdin.write(frame("In the beginning", 200, "1"))
+    p.stdin.flush()
+    p.stdout.read(1)
+    p.terminate()
+    assert p.wait(30) == 0 and b"Traceback" not in p.stderr.read()
