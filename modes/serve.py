@@ -81,6 +81,8 @@ def run_stdio(settings, opened):
     loaded, scheduler = start(settings, opened)
     try:
         return run(loaded, scheduler, sys.stdin.buffer, sys.stdout.buffer, settings)
+    except KeyboardInterrupt:
+        return 0
     finally:
         end(loaded, scheduler)
 
