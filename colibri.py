@@ -4,7 +4,7 @@
     SNAP=/models/glm-5.2 PROMPT="..." python colibri.py [cap] [expert_bits] [dense_bits]
 
 Exit code 0: done. 1: a check failed, or the numbers broke down. 2: bad usage or a bad snapshot, said in one line.
-130: interrupted. 141: whoever read stdout went away. 143: terminated.
+130: interrupted. 141: whoever read stdout went away. 143: terminated. A server that is told to end ends with 0.
 """
 
 import os
@@ -71,11 +71,14 @@ def run(settings):
     from modes.replay import run_replay
     from modes.run import check_report
     from modes.score import run_score
+    from modes.serve import open_server, run_serve
     from modes.teacher_forcing import forward_all
     from modes.text import run_text
 
     if settings.score:
         mode = run_score
+    elif settings.serve:
+        mode = run_serve
     elif settings.prompt is not None:
         mode = run_text
     elif settings.replay:
@@ -91,7 +94,7 @@ def run(settings):
     if mode is run_oracle and not settings.ref and not reference_path(settings).exists():
         print(USAGE, file=sys.stderr)
         return 2
-    opened = open_snapshot(settings)
+    opened = open_server(settings) if mode is run_serve else open_snapshot(settings)
     announce(opened)
     say_warnings()
     try:

@@ -14,9 +14,9 @@ from snapshot.errors import Refused
 EMBEDDED_SNAPSHOT = Path(__file__).resolve().parent / "models" / "tiny"
 
 VARIABLES = (
-    "SNAP SCORE PROMPT REF REPLAY TF REPORT NGEN CTX CHAT THINK PREFIX "
+    "SNAP SCORE SERVE PROMPT REF REPLAY TF REPORT NGEN CTX CHAT THINK PREFIX "
     "TEMP NUCLEUS SEED DRAFT RAM_GB PREFILL_CHUNK TOPK TOPP EXACT KV_DTYPE KERNELS THREADS READ_MODE SNAP_MIRROR "
-    "LOOKAHEAD USAGE EXPERT_TIER ROUTE_TRACE XDG_CACHE_HOME TERM"
+    "LOOKAHEAD USAGE EXPERT_TIER ROUTE_TRACE HOST PORT API_KEY ALLOWED_HOSTS KV_SLOTS QUEUE KVSAVE XDG_CACHE_HOME TERM"
 ).split()
 
 # What may run the arithmetic; a test holds this and kernels/dispatch.py equal, for torch is slow to import here.
@@ -27,15 +27,15 @@ READ_MODES = ("auto", "direct", "buffered")
 LOOKAHEADS = ("auto", "0", "1")
 MAX_DRAFT = 16
 TIERS = ("full", "reference")
+SERVERS = ("1", "stdio", "0")
+# Tokens of an answer where NGEN is not set: over HTTP the request decides, and the room there is.
+SERVE_NGEN = {"1": 1 << 31, "stdio": 256}
 
-# A mode of the C engine that is not there yet: to run another one instead would be worse than to refuse.
+# Names of the C engine that do nothing here, yet or ever: names, status, why. Setting one prints a notice.
 NOT_YET = "not built yet"
-MODES_NOT_BUILT = ("SERVE",)
-
-# Its other names that do nothing here, yet or ever: names, status, why. Setting one prints a notice.
 CPU_ONLY = "this engine runs on the CPU"
 C_ENGINE = (
-    ("KV_SLOTS KVSAVE SERVE_BATCH", NOT_YET, "conversations of the server"),
+    ("SERVE_BATCH", "ignored", "conversations always share their forwards; KV_SLOTS says how many"),
     ("MTP", "renamed", "DRAFT=0 turns drafts off"),
     ("GRAMMAR GRAMMAR_DRAFT SCHEMA", NOT_YET, "drafts from a grammar"),
     (
@@ -69,6 +69,7 @@ USAGE = """\
 usage: [SNAP=folder] MODE python colibri.py [cap] [expert_bits] [dense_bits]
 
   PROMPT="Once upon a time"   generate text; CHAT=1 puts it in the chat template
+  SERVE=1                     an HTTP server with the OpenAI API on http://127.0.0.1:8000
   SCORE=requests.txt          log-likelihoods of continuations, one line each
   REPLAY=1                    measure decode speed over the tokens of REF
   TF=1                        compare the argmax after every token of REF with the reference
@@ -85,6 +86,7 @@ class Settings:
 
     snap: str
     score: str | None
+    serve: str | None  # 1, or stdio
     prompt: str | None
     ref: str | None
     replay: bool
@@ -113,6 +115,13 @@ class Settings:
     usage: bool  # learn over runs which experts a model uses
     expert_tier: str  # full, or the plain one to compare with
     route_trace: str | None  # file that the chosen experts are appended to
+    host: str  # address that the server listens on
+    port: int  # 0 = any that is free
+    api_key: str | None
+    allowed_hosts: tuple[str, ...]  # names by which clients may call the server, beside addresses and localhost
+    kv_slots: int  # conversations at once; 0 = 4, or fewer where the budget asks for it
+    queue: int  # requests that may wait
+    kvsave: bool  # keep conversations over a restart
     cache: Path  # where what can be made again is kept: compiled kernels, how fast drives are
     dumb: bool  # from TERM: the terminal cannot move its cursor
     cap: int
@@ -123,7 +132,7 @@ class Settings:
     @property
     def drafts(self):
         """Whether this run generates and may guess: then the MTP layer is loaded."""
-        generates = not self.score and (self.prompt is not None or not (self.replay or self.tf))
+        generates = not self.score and (self.serve or self.prompt is not None or not (self.replay or self.tf))
         return generates and self.draft != "0"
 
     @staticmethod
@@ -134,15 +143,18 @@ class Settings:
         if len(arguments) > 3:
             raise Refused(f"{len(arguments)} arguments, at most 3 are known: cap, expert_bits, dense_bits")
         cap, expert_bits, dense_bits = (*arguments, *("0", "16", "16")[len(arguments) :])
+        serve = read.one_of("SERVE", SERVERS)
+        serve = None if serve == "0" else serve
         values = dict(
             snap=snap or read.path("SNAP") or str(EMBEDDED_SNAPSHOT),
             score=read.path("SCORE"),
+            serve=serve,
             prompt=read.text("PROMPT"),
             ref=read.path("REF"),
             replay=read.present("REPLAY"),
             tf=read.present("TF"),
             report=read.path("REPORT"),
-            ngen=read.whole("NGEN", ngen, 1, 1 << 31),
+            ngen=read.whole("NGEN", SERVE_NGEN.get(serve, ngen), 1, 1 << 31),
             ctx=read.whole("CTX", 0, 0, 1 << 31),
             chat=read.flag("CHAT", False),
             think=read.flag("THINK", False),
@@ -165,15 +177,19 @@ class Settings:
             usage=read.flag("USAGE", True),
             expert_tier=read.one_of("EXPERT_TIER", TIERS) or "full",
             route_trace=read.path("ROUTE_TRACE"),
+            host=read.text("HOST") or "127.0.0.1",
+            port=read.whole("PORT", 8000, 0, 65535),
+            api_key=read.text("API_KEY") or None,
+            allowed_hosts=tuple((read.text("ALLOWED_HOSTS") or "").replace(",", " ").split()),
+            kv_slots=read.whole("KV_SLOTS", 0, 1, 64),
+            queue=read.whole("QUEUE", 64, 0, 1 << 16),
+            kvsave=read.flag("KVSAVE", False),
             cache=Path(read.path("XDG_CACHE_HOME") or Path.home() / ".cache") / "colibri.py",
             dumb=read.path("TERM") in (None, "dumb"),
             cap=read_whole("cap", cap, 0, 1 << 20),
             expert_bits=read_bits("expert_bits", expert_bits),
             dense_bits=read_bits("dense_bits", dense_bits),
         )
-        for name in MODES_NOT_BUILT:
-            if read.present(name):
-                raise Refused(f"{name} is set, and that mode is {NOT_YET}; unset it, docs/env_vars.md lists what works")
         if values["prompt"] is not None and not values["prompt"].strip():
             raise Refused("PROMPT is empty; give it some text, or leave it unset")
         if not snap and not read.path("SNAP"):

@@ -85,27 +85,32 @@ class MtpSource:
     def __init__(self, model, kv):
         self.model, self.kv = model, kv
         self.first, self.hidden = kv.length, None  # position of the first row that waits; [rows, D]
+        self.tokens = []  # at the positions of these rows
+
+    @property
+    def is_ready(self):
+        """Whether the row before the next token waits: not so where the last forward came to no end."""
+        return self.hidden is not None and 0 < self.kv.length - self.first <= len(self.hidden)
 
     def clone(self, kv):
         """The same on a clone of our KvState."""
         other = MtpSource(self.model, kv)
-        other.first, other.hidden = self.first, self.hidden
+        other.first, other.hidden, other.tokens = self.first, self.hidden, self.tokens
         return other
 
     def follow(self, chunk, segment, hidden):
         """Keep our rows of a chunk, behind the final norm; those of a prefill go through the layer at once, but for the
-        last."""
-        self.keep(segment.first, hidden)
-        if len(hidden) > self.FEW:
-            skipped = self.first + 1 - segment.first  # 0 when the row before the chunk waits
-            self.absorb(chunk.ids[segment.start + skipped : segment.stop].tolist())
+        last, and not while guesses are verified: what the layer asks for is none of theirs."""
+        self.keep(segment.first, hidden, chunk.ids[segment.rows].tolist())
+        if len(hidden) > self.FEW and self.model.experts.routes is None:
+            self.absorb()
 
-    def keep(self, first, hidden):
+    def keep(self, first, hidden, tokens):
         waiting = first - self.first
         if self.hidden is not None and 0 <= waiting <= len(self.hidden):
-            self.hidden = torch.cat([self.hidden[:waiting], hidden])
+            self.hidden, self.tokens = torch.cat([self.hidden[:waiting], hidden]), self.tokens[:waiting] + tokens
         else:
-            self.first, self.hidden = first, hidden
+            self.first, self.hidden, self.tokens = first, hidden, tokens
         if self.first != self.kv.mtp_base + self.kv.mtp_length:
             self.kv.mtp_base, self.kv.mtp_length = self.first, 0  # the slots before are not known: begin anew
 
@@ -113,18 +118,22 @@ class MtpSource:
         """-> (tokens that follow the rows that wait, these rows); they wait no more."""
         rows = self.hidden[: self.kv.length - self.first]
         tokens = ids[self.first + 1 : self.first + 1 + len(rows)]
-        self.hidden, self.first = self.hidden[len(rows) :], self.first + len(rows)
+        self.forget(len(rows))
         return tokens, rows
 
-    def absorb(self, tokens):
-        """The tokens that follow the first rows that wait."""
-        mtp(self.model, [(tokens, self.kv)], self.hidden[: len(tokens)])
-        self.hidden, self.first = self.hidden[len(tokens) :], self.first + len(tokens)
+    def absorb(self):
+        """All rows that wait but the last go through the layer: the token that follows it is not known yet."""
+        mtp(self.model, [(self.tokens[1:], self.kv)], self.hidden[:-1])
+        self.forget(len(self.hidden) - 1)
+
+    def forget(self, count):
+        """So many rows wait no more."""
+        self.first, self.hidden, self.tokens = self.first + count, self.hidden[count:], self.tokens[count:]
 
     def resume(self, ids):
         """The sequence goes on with these ids, of which the KV state holds the first."""
         if self.hidden is None or self.first > self.kv.length:
-            self.first, self.hidden = self.kv.length, None
+            self.first, self.hidden, self.tokens = self.kv.length, None, []
         elif self.first < self.kv.length:
             catch_up(self.model, [(self, ids)])
 
@@ -179,9 +188,12 @@ class Drafter(NoDraft):
     """All sources of one sequence, or of several; the governor chooses one for each, and how far it may go."""
 
     def __init__(self, model, kv, governor, clock=time.perf_counter):
+        """kv None: of no sequence yet, see `take`."""
         self.model, self.governor, self.clock = model, governor, clock
-        self.rows = [Sources(model, kv)]
+        self.rows = [Sources(model, kv)] if kv else []
+        self.reading = []  # Sources of sequences that do not guess yet
         self.turns = self.drafting = self.before = None  # of the forward under way
+        self.num_others = 0  # its rows of sequences that do not guess
 
     def clone(self, cache, ids):
         [row] = self.rows
@@ -201,11 +213,16 @@ class Drafter(NoDraft):
     def keep(self, rows):
         self.rows = [self.rows[row] for row in rows]
 
+    def take(self, rows, reading=()):
+        """Which sequences go through the layers next, as Sources: those that guess, in the order of propose_rows, and
+        those of which more of the prompt is read in."""
+        self.rows, self.reading = list(rows), list(reading)
+
     def follow(self, chunk, hidden):
         if not self.model.weights.mtp:
             return
         hidden = rms_norm(hidden, self.model.weights.norm, self.model.config.rms_norm_eps)
-        sources = {id(row.kv): row.mtp for row in self.rows}
+        sources = {id(row.kv): row.mtp for row in (*self.rows, *self.reading)}
         for segment in chunk.segments:
             if source := sources.get(id(segment.kv)):
                 source.follow(chunk, segment, hidden[segment.rows])
@@ -216,19 +233,27 @@ class Drafter(NoDraft):
     def verified(self, accepted):
         self.verified_rows([accepted])
 
-    def propose_rows(self, wanted):
-        num_rows = sum(num_new for _, _, num_new in wanted)
+    def propose_rows(self, wanted, num_others=0):
+        """num_others: rows of the forward that belong to sequences which do not guess; they come after all others."""
+        self.num_others = num_others
+        for row in self.reading:
+            if row.mtp and row.mtp.hidden is not None and len(row.mtp.hidden) > MtpSource.FEW:
+                row.mtp.absorb()
+        num_own = sum(num_new for _, _, num_new in wanted)
+        num_rows = num_own + num_others
         # One chunk, and no more logits than memory is planned for.
-        room = max(0, min(LOGIT_ROWS, self.model.prefill_chunk) - num_rows)
+        room = max(0, min(LOGIT_ROWS - num_own, self.model.prefill_chunk - num_rows))
         found, offers = [], []
         for row, (ids, max_tokens, num_new) in zip(self.rows, wanted, strict=True):
             most = min(max_tokens, self.governor.most, room)
             name, guesses = row.ngrams.offer(ids, most) if most > 0 else ("n-gram", [])
             found.append(guesses)
             offers.append({name: len(guesses)} if guesses else {})
-            if row.mtp and most > 0 and num_new == 1:  # else the hidden row before the guess is not known yet
+            # With more new ids the hidden row before the guess is not known yet.
+            if row.mtp and most > 0 and num_new == 1 and row.mtp.is_ready:
                 offers[-1]["MTP"] = most
-        choices = self.together(self.governor.choose(offers, num_rows, room), offers, wanted, room)
+        choices = self.governor.choose(offers, num_rows, room, num_others > 0)
+        choices = self.together(choices, offers, wanted, room)
         guesses, self.drafting = self.make(choices, wanted, found)
         self.turns = [
             (source, len(of_row), num_new)
@@ -272,7 +297,7 @@ class Drafter(NoDraft):
 
     def keep_up(self, idle):
         """idle [(MtpSource or None, ids), ...], of which no guess is wanted now: let not too many rows wait."""
-        idle = [(source, ids) for source, ids in idle if source and source.hidden is not None]
+        idle = [(source, ids) for source, ids in idle if source and source.is_ready]
         if sum(len(source.hidden) for source, _ in idle) > MtpSource.MANY:
             catch_up(self.model, idle)
 
@@ -283,10 +308,17 @@ class Drafter(NoDraft):
     def verified_rows(self, accepted):
         spent = [now - before for now, before in zip(self.look(), self.before, strict=True)]
         turns = [(source, depth, right) for (source, depth, _), right in zip(self.turns, accepted, strict=True)]
-        self.governor.note(turns, sum(num_new for _, _, num_new in self.turns), self.drafting, *spent)
+        num_rows = sum(num_new for _, _, num_new in self.turns) + self.num_others
+        self.governor.note(turns, num_rows, self.drafting, *spent, self.num_others > 0)
         if self.model.experts.routes is not None:
             at, right_rows = 0, set()
             for (_, depth, num_new), right in zip(self.turns, accepted, strict=True):
                 right_rows.update(range(at, at + num_new + right))
                 at += num_new + depth
+            right_rows.update(range(at, at + self.num_others))
             self.model.experts.verified(right_rows)
+
+    def given_up(self):
+        """The forward over the last guesses came to no end: nothing is learned from it."""
+        if self.model.experts.routes is not None:
+            self.model.experts.verified(set())

@@ -36,7 +36,9 @@ class Governor:
         self.fixed = None if depth == "auto" else int(depth)
         self.most = MOST if self.fixed is None else self.fixed
         self.right = {}  # source -> [Mean for each position]
-        self.time = ForwardTime()
+        # Forwards that read a prompt in beside the sequences that guess have times of their own: they ask for nearly
+        # all experts, and say nothing of those without.
+        self.time, self.mixed_time = ForwardTime(), ForwardTime()
         self.drafting = {}  # source -> seconds a guess
         self.pause, self.since, self.trials = FIRST_PAUSE, 0, 0
         self.trial, self.trial_left = None, 0  # (sequence, choice) that is tried, and for how many forwards more
@@ -74,10 +76,11 @@ class Governor:
 
     # --- what is done ---
 
-    def choose(self, offers, num_rows=None, room=sys.maxsize):
+    def choose(self, offers, num_rows=None, room=sys.maxsize, is_mixed=False):
         """offers: for each sequence {source: guesses it could make} -> (source, depth) for each, (None, 0) for none.
 
         num_rows: of the forward without any guess, by default one a sequence. room: for guesses of all together.
+        is_mixed: the forward has rows of other sequences too, whose prompts are read in.
         """
         self.plan = None
         num_rows = num_rows or len(offers)
@@ -86,12 +89,13 @@ class Governor:
         if self.fixed is not None:
             most = min(self.fixed, room // len(offers))
             return [self.deepest(offer, most) for offer in offers]
-        if not self.time.is_known(num_rows):
+        time = self.mixed_time if is_mixed else self.time
+        if not time.is_known(num_rows):
             return [(None, 0)] * len(offers)  # first of all, what a forward costs without guesses
         offers = [
             {source: min(most, self.known_depth(source) + 1) for source, most in offer.items()} for offer in offers
         ]
-        chosen = self.best(offers, num_rows, room)
+        chosen = self.best(offers, num_rows, room, time)
         self.since += 1
         if self.since >= self.pause:
             self.begin_trial(offers, chosen)
@@ -101,7 +105,7 @@ class Governor:
             if others + choice[1] <= room and choice in choices_of(offers[at]):
                 chosen[at], self.trial_left = choice, self.trial_left - 1
         tokens = len(offers) + sum(sum(self.chances(*choice)) for choice in chosen)
-        self.plan = tokens, self.time.seconds(num_rows + sum(depth for _, depth in chosen))
+        self.plan = tokens, time.seconds(num_rows + sum(depth for _, depth in chosen))
         return chosen
 
     def deepest(self, offer, most):
@@ -111,9 +115,9 @@ class Governor:
         source = "MTP" if "MTP" in offer else next(iter(offer))
         return source, min(most, offer[source])
 
-    def best(self, offers, num_rows, room):
-        """The choices that promise the most tokens a second."""
-        best, best_rate = [(None, 0)] * len(offers), len(offers) / self.time.seconds(num_rows)
+    def best(self, offers, num_rows, room, time):
+        """The choices that promise the most tokens a second, by this ForwardTime."""
+        best, best_rate = [(None, 0)] * len(offers), len(offers) / time.seconds(num_rows)
         names = sorted({source for offer in offers for source in offer})
         # Which source a sequence takes if it takes one: for each order of preference.
         orders = {
@@ -121,11 +125,11 @@ class Governor:
             for order in permutations(names)
         }
         for sources in sorted(orders, key=str):
-            guesses = self.in_order(sources, offers, num_rows)[:room]
+            guesses = self.in_order(sources, offers, num_rows, time)[:room]
             tokens, making, end, depths = len(offers), 0.0, 0, [0] * len(offers)
             for count, (chance, seconds, _) in enumerate(guesses, 1):
                 tokens, making = tokens + chance, making + seconds
-                rate = tokens / (self.time.seconds(num_rows + count) + making) / GAIN
+                rate = tokens / (time.seconds(num_rows + count) + making) / GAIN
                 if rate > best_rate:
                     best_rate, end = rate, count
             if end:
@@ -134,10 +138,10 @@ class Governor:
                 best = [(source, depth) if depth else (None, 0) for source, depth in zip(sources, depths, strict=True)]
         return best
 
-    def in_order(self, sources, offers, num_rows):
+    def in_order(self, sources, offers, num_rows, time):
         """-> (chance, seconds of making it, sequence) of each guess, those that promise most for their time first."""
         total = sum(offer[source] for source, offer in zip(sources, offers, strict=True) if source)
-        row_seconds = max(1e-9, (self.time.seconds(num_rows + total) - self.time.seconds(num_rows)) / total)
+        row_seconds = max(1e-9, (time.seconds(num_rows + total) - time.seconds(num_rows)) / total)
         guesses = []
         for row, (source, offer) in enumerate(zip(sources, offers, strict=True)):
             if source:
@@ -162,9 +166,9 @@ class Governor:
         wanted = depth + 1 if self.trials % 2 == 0 else depth - 1
         return next((choice for choice in choices if choice == (source, wanted)), (None, 0) if wanted == 0 else best)
 
-    def note(self, turns, num_rows, drafting, seconds, waited, experts, missed):
+    def note(self, turns, num_rows, drafting, seconds, waited, experts, missed, is_mixed=False):
         """What a forward did: of each sequence (source, guesses, how many of them were right); its rows without any;
-        what making guesses took, {source: seconds}; the rest as of ForwardTime.note."""
+        what making guesses took, {source: seconds}; the rest as of ForwardTime.note, is_mixed as of `choose`."""
         guesses = Counter()
         for at, (source, depth, accepted) in enumerate(turns):
             if (self.trial is None or at == self.trial[0]) and (accepted < depth or not depth):
@@ -175,7 +179,8 @@ class Governor:
                 self.right_share(source, position).add(accepted > position)
                 self.tried[source, position] += 1
                 self.accepted[source, position] += accepted > position
-        self.time.note(num_rows + guesses.total(), seconds, waited, experts, missed)
+        time = self.mixed_time if is_mixed else self.time
+        time.note(num_rows + guesses.total(), seconds, waited, experts, missed)
         for source, count in guesses.items():
             if count:
                 self.drafting.setdefault(source, Mean()).add(drafting[source], count)

@@ -69,8 +69,9 @@ def check_folder(settings):
     return folder
 
 
-def open_snapshot(settings):
-    """Settings -> Opened. Raises Refused for a bad snapshot, and for one that does not fit."""
+def open_snapshot(settings, kv_slots=1):
+    """Settings -> Opened, planned for so many KV states of CTX positions. Raises Refused for a bad snapshot, and for
+    one that does not fit."""
     folder = check_folder(settings)
     config, family = read_config(folder)
     num_active = config.num_active_experts
@@ -83,7 +84,7 @@ def open_snapshot(settings):
         disk.add_mirror(Path(settings.snap_mirror))
     index.check_rest(family.layer_prefix(config.num_layers))
     context = settings.ctx or min(DEFAULT_CONTEXT, config.max_positions)
-    plan = make_plan(config, resident, disk, settings, context, tokenizer_bytes(folder))
+    plan = make_plan(config, resident, disk, settings, context, tokenizer_bytes(folder), kv_slots)
     lossy = list_lossy(settings, num_active, resident, disk)
     notices = (
         *(f"[lossy] {line}" for line in lossy),

@@ -1,8 +1,8 @@
 """What fits where, decided from headers alone, before anything is loaded.
 
-need = this process as it is + resident weights + KV at CTX + scratch of a prefill chunk + slots of every sparse layer.
-The budget is RAM_GB, or 88 % of what host and cgroup leave; what does not fit is refused with need and have. The
-engine obeys this very plan. GB means 1e9 bytes.
+need = this process as it is + resident weights + KV at CTX for each KV slot + scratch of a prefill chunk + slots of
+every sparse layer. The budget is RAM_GB, or 88 % of what host and cgroup leave; what does not fit is refused with need
+and have. The engine obeys this very plan. GB means 1e9 bytes.
 """
 
 from dataclasses import asdict, dataclass
@@ -38,7 +38,8 @@ class Plan:
     slots: tuple[SlotClass, ...]  # layers of about the same expert size share theirs
     floor: int  # experts that each layer keeps
     num_experts: int  # of each sparse layer
-    context: int  # positions
+    context: int  # positions of a KV state
+    kv_slots: int  # KV states
     prefill_chunk: int  # rows
 
     @property
@@ -75,12 +76,13 @@ class Plan:
         if len(sizes) > 1:
             each = f"{min(sizes) / 1e6:.2f} to {each}"
         experts = self.num_sparse_layers * self.num_experts
+        slots = f" in each of {self.kv_slots} KV slots" if self.kv_slots > 1 else ""
         return (
             f"[plan] budget {gb(self.budget_bytes)} ({self.budget_source}) | need {gb(self.need_bytes)} = "
             f"process {gb(self.process_bytes)} + resident {gb(self.resident_bytes)} + KV {gb(self.kv_bytes)} + "
             f"scratch {gb(self.scratch_bytes)} + cache {gb(self.cache_bytes)}",
             f"[plan] cache: {self.num_slots} of {experts} experts in {self.num_sparse_layers} sparse layers "
-            f"({self.num_slots / max(1, experts):.0%}), {each} | CTX {self.context} | "
+            f"({self.num_slots / max(1, experts):.0%}), {each} | CTX {self.context}{slots} | "
             f"prefill in chunks of {self.prefill_chunk}",
         )
 
@@ -108,8 +110,9 @@ def packing_bytes(config, disk):
     return disk.max_expert_bytes + 4 * min(PACK_BYTES, 4 * config.hidden_size * config.moe_intermediate_size)
 
 
-def make_plan(config, resident, disk, settings, context, tokenizer_bytes=0):
-    """ResidentTensors and ExpertDisk of an opened snapshot -> Plan; `context` in positions. Refused if it does not fit.
+def make_plan(config, resident, disk, settings, context, tokenizer_bytes=0, kv_slots=1):
+    """ResidentTensors and ExpertDisk of an opened snapshot -> Plan; `context` in positions, for each of kv_slots KV
+    states. Refused if it does not fit.
 
     settings.cap > 0 asks for exactly that many slots (at most one for each expert); 0 takes what the budget allows. A
     prefill chunk that is not given is halved while the plan does not fit, or the chunk would take too much of what is
@@ -127,12 +130,13 @@ def make_plan(config, resident, disk, settings, context, tokenizer_bytes=0):
             budget_source=source,
             process_bytes=-(-rss_bytes() // PROCESS_STEP) * PROCESS_STEP + tokenizer_bytes,
             resident_bytes=resident.num_bytes(settings.dense_bits),
-            kv_bytes=KvState.bytes_for(config, context),
+            kv_bytes=kv_slots * KvState.bytes_for(config, context),
             scratch_bytes=scratch_bytes(config, chunk, context, is_native) + packing,
             slots=slots,
             floor=settings.cap or floor_of(config, slots),
             num_experts=config.num_experts,
             context=context,
+            kv_slots=kv_slots,
             prefill_chunk=chunk,
         )
 
@@ -144,9 +148,11 @@ def make_plan(config, resident, disk, settings, context, tokenizer_bytes=0):
         plan = plan_with(chunk)
     if plan.need_bytes > budget:
         need = f"{gb(plan.need_bytes)} with {f'cap {settings.cap}' if settings.cap else 'one expert slot per layer'}"
+        slots = f" in each of {kv_slots} KV slots" if kv_slots > 1 else ""
+        lower = "lower CTX or KV_SLOTS" if kv_slots > 1 else "lower CTX"
         raise Refused(
-            f"this does not fit: need {need} and CTX={context}, have {gb(budget)} ({source}); "
-            "raise RAM_GB, lower CTX, or quantise (python colibri.py cap expert_bits dense_bits)"
+            f"this does not fit: need {need} and CTX={context}{slots}, have {gb(budget)} ({source}); "
+            f"raise RAM_GB, {lower}, or quantise (python colibri.py cap expert_bits dense_bits)"
         )
     if not settings.cap and plan.cache_bytes:
         plan = plan_with(chunk, budget - plan.need_bytes + plan.cache_bytes)

@@ -9,6 +9,8 @@ import struct
 
 import torch
 
+from kernels.dispatch import logprobs
+
 MIN_TEMPERATURE = 1e-4
 
 
@@ -48,3 +50,19 @@ class Sampler:
         kept = torch.zeros_like(p)
         kept[ids[:num_kept]] = ordered[:num_kept]
         return kept
+
+
+def token_logprobs(logits, targets, num_top):
+    """logits [T, vocab], an id for each row -> for each row (log p of the id, [(id, log p), ...] of the num_top
+    likeliest, ties by the lowest id). Those of the model itself: temperature, top-k and nucleus change nothing."""
+    of_targets, best = logprobs(logits, torch.tensor(targets))
+    of_best, _ = logprobs(logits, best)
+    out = []
+    for row, of_target, at, highest in zip(logits, of_targets.tolist(), best.tolist(), of_best.tolist(), strict=True):
+        top, most = [], min(num_top, len(row))
+        if most > 0:
+            ids = (row >= row.topk(most).values[-1]).nonzero()[:, 0]
+            ids = ids[row[ids].argsort(descending=True, stable=True)[:most]]
+            top = list(zip(ids.tolist(), (row[ids].double() - row[at].double() + highest).tolist(), strict=True))
+        out.append((of_target, top))
+    return out

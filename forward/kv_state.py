@@ -101,8 +101,22 @@ class KvState:
         if capacity < self.length:
             raise ValueError(f"a clone of {capacity} positions cannot hold {self.length}")
         other = KvState(self.config, capacity)
-        for mine, theirs in ((self.latents, other.latents), (self.rope_keys, other.rope_keys)):
-            theirs[:, : self.length] = mine[:, : self.length]
-        other.index_keys[:, : self.length] = self.index_keys[:, : self.length]
-        other.length, other.mtp_base, other.mtp_length = self.length, self.mtp_base, self.mtp_length
+        other.take(self, self.length)
         return other
+
+    def take(self, other, length):
+        """Become a copy of the first positions of another state of the same config, `length` of them. ValueError for
+        more than it knows, or than fit here."""
+        if not 0 <= length <= min(other.length, self.capacity):
+            raise ValueError(
+                f"{length} of {other.length} positions cannot be taken over by a KV state of {self.capacity}"
+            )
+        for mine, theirs in (
+            (self.latents, other.latents),
+            (self.rope_keys, other.rope_keys),
+            (self.index_keys, other.index_keys),
+        ):
+            mine[:, :length] = theirs[:, :length]
+        self.length, self.mtp_base, self.mtp_length = other.length, other.mtp_base, other.mtp_length
+        if length < other.length:
+            self.trim(length)

@@ -23,6 +23,14 @@ def step(model, batch, progress=None, on_hidden=None):
 def step_last(model, batch, counts, progress=None, on_hidden=None):
     """counts: for each sequence how many of its tokens, from the last one back -> logits float32 [sum(counts), vocab]
     after these, in the order of the batch. on_hidden as of `step`."""
+    hidden = step_hidden(model, batch, counts, progress, on_hidden)
+    positions = [i for (_, kv), count in zip(batch, counts, strict=True) for i in range(kv.length - count, kv.length)]
+    return logits_after(model, torch.cat(hidden), positions)
+
+
+@torch.inference_mode()
+def step_hidden(model, batch, counts, progress=None, on_hidden=None):
+    """As of step_last, where a count may be 0 -> the hidden rows [count, D] before the final norm of each sequence."""
     wanted = {id(kv): kv.length + len(ids) - count for (ids, kv), count in zip(batch, counts, strict=True)}
     last = {id(kv): [] for _, kv in batch}
     for chunk, hidden in layers_forward(model, batch, progress):
@@ -32,9 +40,14 @@ def step_last(model, batch, counts, progress=None, on_hidden=None):
             start = segment.start + max(0, wanted[id(segment.kv)] - segment.first)
             if start < segment.stop:  # a view would keep the whole chunk alive
                 last[id(segment.kv)].append(hidden[start : segment.stop].clone())
-    logits = lm_head(model, torch.cat([rows for _, kv in batch for rows in last[id(kv)]]))
-    positions = [i for (_, kv), count in zip(batch, counts, strict=True) for i in range(kv.length - count, kv.length)]
-    return check_logits(logits, positions)
+    none = torch.empty(0, model.config.hidden_size)
+    return [torch.cat(last[id(kv)] or [none]) for _, kv in batch]
+
+
+@torch.inference_mode()
+def logits_after(model, hidden, positions):
+    """hidden [T, D] before the final norm, after the tokens at `positions` -> logits float32 [T, vocab]."""
+    return check_logits(lm_head(model, hidden), positions)
 
 
 @torch.inference_mode()

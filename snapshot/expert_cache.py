@@ -30,6 +30,7 @@ class CacheCounters:
     wait_seconds: float = 0.0  # with nothing to compute
     ahead_useful_bytes: int = 0  # of bytes_read, those read before they were asked for
     ahead_wasted_bytes: int = 0  # of bytes_read, those that then were not
+    evictions: int = 0  # experts given up for others, or for memory
 
     @property
     def hit_rate(self):
@@ -129,6 +130,7 @@ class ExpertCache:
     def drop(self, key):
         """An expert is resident no more -> its slot."""
         self.policies[self.home[key[0]]].evict(key)
+        self.counters.evictions += 1
         return self.resident.pop(key)[0]
 
     def free_slot(self, key, slot):

@@ -31,9 +31,9 @@ def pytest_addoption(parser):
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch):
     """No variable of the engine leaks in from the shell, none out of a test."""
-    from settings import IGNORED, MODES_NOT_BUILT, VARIABLES
+    from settings import IGNORED, VARIABLES
 
-    for name in (*VARIABLES, *IGNORED, *MODES_NOT_BUILT):
+    for name in (*VARIABLES, *IGNORED):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -91,6 +91,23 @@ def load():
     yield load
     for loaded in opened:
         loaded.close()
+
+
+@pytest.fixture
+def serve(load):
+    """serve(slots, max_queue, folder, saved, **variables) -> a Scheduler, closed when the test ends."""
+    from engine.scheduler import Scheduler
+
+    begun = []
+
+    def serve(slots=4, max_queue=50, folder=FIXTURES / "glm_moe_dsa_mtp", saved=None, **variables):
+        loaded = load(folder, **({"DRAFT": "auto", "cap": 3} | variables))
+        begun.append(Scheduler(loaded, slots, max_queue, saved))
+        return begun[-1]
+
+    yield serve
+    for scheduler in begun:
+        scheduler.close()
 
 
 @pytest.fixture

@@ -347,7 +347,7 @@ def test_ctrl_c_while_the_prompt_is_read_in():
         ([], {"PROMPT": ""}, "PROMPT is empty"),
         (["cap"], {"PROMPT": "x"}, "cap='cap'"),
         ([], {"PROMPT": "x", "RAM_GB": "0.05"}, "need 0."),
-        ([], {"SERVE": "1"}, "SERVE is set, and that mode is not built yet"),
+        ([], {"SERVE": "1", "HOST": "0.0.0.0"}, "set API_KEY"),
         ([], {"SCORE": "/no/requests.txt"}, "SCORE=/no/requests.txt: No such file"),
         ([], {"REF": "/no/ref.json"}, "/no/ref.json: no such file"),
     ],

@@ -2,7 +2,7 @@
 
 import pytest
 
-from settings import EMBEDDED_SNAPSHOT, IGNORED, MODES_NOT_BUILT, Settings
+from settings import EMBEDDED_SNAPSHOT, IGNORED, Settings
 from snapshot.errors import Refused
 
 
@@ -52,6 +52,10 @@ def test_bad_arguments(arguments, message):
         ("RAM_GB", "nan"),
         ("NUCLEUS", "most"),
         ("PREFILL_CHUNK", "-1"),
+        ("SERVE", "http"),
+        ("PORT", "65536"),
+        ("KV_SLOTS", "0"),
+        ("QUEUE", "-1"),
         ("PROMPT", ""),
         ("PROMPT", "  \n"),
     ],
@@ -82,12 +86,6 @@ def test_a_prompt_that_is_not_utf_8_is_refused():
 @pytest.mark.parametrize("name", IGNORED)
 def test_names_of_the_c_engine_are_never_silent(name):
     assert any(name in notice for notice in Settings.read([], {name: "1"}).notices)
-
-
-@pytest.mark.parametrize("name", MODES_NOT_BUILT)
-def test_a_mode_that_is_not_built_is_refused(name):
-    with pytest.raises(Refused, match=name):
-        Settings.read([], {name: "1", "PROMPT": "x"})
 
 
 def test_seed_is_chosen_when_unset_and_kept_when_set():

@@ -1,0 +1,164 @@
+"""lm_eval (the evaluation harness) on any snapshot, without a server: multiple choice, perplexity, generation.
+
+    python scripts/lm_eval_model.py --tasks arc_easy,hellaswag --limit 50
+    SNAP=/models/glm-5.2-int4 RAM_GB=25 python scripts/lm_eval_model.py --tasks gsm8k --apply_chat_template 0 4 8
+    python scripts/lm_eval_model.py --tasks colibri_choice,colibri_write --include_path tests/fixtures/lm_eval
+
+Tasks are lm_eval's own (`lm_eval ls tasks` lists them; most download their data), or those of --include_path.
+Arguments and variables are those of colibri.py, but for those that choose a mode: CTX bounds a request, what is longer
+is cut on the left and said; PREFIX=0 leaves out the family's prefix, with which every text begins otherwise; THINK=1
+asks the chat template for thoughts. Log-likelihoods are those of SCORE. stdout gets lm_eval's table, and as its last
+line JSON with every number; exit codes are those of colibri.py. Needs `pip install -c constraints.txt -e .[lm_eval]`.
+"""
+
+import argparse
+import importlib.util
+import json
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from colibri import exit_code
+from engine.load import check_folder, load_model, open_snapshot
+from forward.finite import NonFinite
+from modes.console import announce, say, say_warnings
+from scripts.evaluation import Evaluation, Options
+from scripts.options import OneLineParser, whole
+from settings import Settings
+from snapshot.errors import Refused
+
+OTHER_MODES = ("prompt", "score", "ref", "replay", "tf", "report")  # settings that mean nothing here
+
+
+def make_lm(evaluation, name):
+    """An Evaluation -> what lm_eval calls a model."""
+    from lm_eval.api.model import LM
+
+    class SnapshotLM(LM):
+        """Requests come with their arguments in `args`; results go back in their order."""
+
+        tokenizer_name = name
+
+        def loglikelihood(self, requests):
+            return evaluation.loglikelihood([request.args for request in requests])
+
+        def loglikelihood_rolling(self, requests):
+            return evaluation.loglikelihood_rolling([text for (text,) in (request.args for request in requests)])
+
+        def generate_until(self, requests):
+            return evaluation.generate(
+                [(context, Options.read(kwargs)) for context, kwargs in (request.args for request in requests)]
+            )
+
+        def apply_chat_template(self, chat_history, add_generation_prompt=True):
+            return evaluation.render_chat(chat_history, add_generation_prompt)
+
+        def chat_template(self, chat_template=False):
+            return evaluation.tokenizer.chat_template if chat_template else ""
+
+    return SnapshotLM()
+
+
+def find_tasks(names, include_path):
+    """-> a TaskManager of lm_eval that knows all of `names`. Its own thousands of tasks, which take seconds to read,
+    are looked at only when the folder does not have them."""
+    from lm_eval.tasks import TaskManager
+
+    if include_path:
+        manager = TaskManager(include_path=include_path, include_defaults=False)
+        if all(manager.match_tasks([name]) for name in names):
+            return manager
+    manager = TaskManager(include_path=include_path)
+    if unknown := [name for name in names if not manager.match_tasks([name])]:
+        raise Refused(f"--tasks: lm_eval has no {', '.join(unknown)}; --include_path names a folder with more")
+    return manager
+
+
+def report(results, evaluation, opened, args, seconds):
+    """What lm_eval found -> the last line: every metric of every task, and how it was asked."""
+    tasks = {
+        task: {key: value for key, value in metrics.items() if isinstance(value, int | float)}
+        for task, metrics in results["results"].items()
+    }
+    return {
+        "model": opened.folder.resolve().name,
+        "tasks": tasks,
+        "versions": results["versions"],
+        "n_shot": results["n-shot"],
+        "limit": args.limit,
+        "chat_template": args.apply_chat_template,
+        "prefix": evaluation.tokenizer.decode(evaluation.prefix),
+        "context": opened.context,
+        "cut": evaluation.all_cut,
+        "lossy": list(opened.lossy),
+        "seconds": round(seconds, 3),
+    }
+
+
+def evaluate(args):
+    """-> exit code."""
+    if importlib.util.find_spec("lm_eval") is None:
+        raise Refused("lm_eval is not installed: pip install -c constraints.txt -e .[lm_eval]")
+    settings = Settings.read(args.sizes)
+    ignored = [name.upper() for name in OTHER_MODES if getattr(settings, name) not in (None, False)]
+    for notice in (*settings.notices, *(f"[env] {name} means nothing here: ignored" for name in ignored)):
+        say(notice)
+    settings = replace(settings, prompt=None, score=None, replay=False, tf=False)
+    if args.include_path and not Path(args.include_path).is_dir():
+        raise Refused(f"--include_path {args.include_path}: no such folder")
+    check_folder(settings)
+    tasks = [name for name in args.tasks.split(",") if name]
+    manager = find_tasks(tasks, args.include_path)
+    opened = open_snapshot(settings)
+    announce(opened)
+    say_warnings()
+    try:
+        evaluation = Evaluation(settings, opened)
+        loaded = load_model(settings, opened)
+        say(loaded.kernels)
+        evaluation.load(loaded)
+        return run_tasks(evaluation, opened, tasks, manager, args)
+    except NonFinite as error:
+        say(f"lm_eval_model: {error}")
+        return 1
+    finally:
+        opened.close()
+
+
+def run_tasks(evaluation, opened, tasks, manager, args):
+    from lm_eval import simple_evaluate
+    from lm_eval.utils import make_table
+
+    started = time.perf_counter()
+    results = simple_evaluate(
+        model=make_lm(evaluation, opened.folder.resolve().name),
+        tasks=tasks,
+        task_manager=manager,
+        num_fewshot=args.num_fewshot,
+        limit=args.limit,
+        apply_chat_template=args.apply_chat_template,
+        log_samples=False,
+    )
+    seconds = time.perf_counter() - started
+    print(make_table(results))
+    if results.get("groups"):
+        print(make_table(results, "groups"))
+    print(json.dumps(report(results, evaluation, opened, args, seconds)))
+    return 0
+
+
+def main(arguments=None):
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tasks", required=True, help="names of tasks or groups, with commas between")
+    parser.add_argument("--limit", type=whole(1), help="documents of each task; all by default")
+    parser.add_argument("--num_fewshot", type=whole(0), help="examples before each question; the task's own by default")
+    parser.add_argument("--apply_chat_template", action="store_true", help="put questions into the chat template")
+    parser.add_argument("--include_path", help="a folder with further tasks")
+    parser.add_argument("sizes", nargs="*", default=[], help="cap, expert_bits, dense_bits as of colibri.py")
+    return exit_code("lm_eval_model", lambda: evaluate(parser.parse_args(arguments)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
