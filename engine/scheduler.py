@@ -18,6 +18,7 @@ from dataclasses import asdict
 from engine.batch import Batch, Reading, words_of
 from engine.governor import Governor
 from engine.jobs import Finished, Job, Prefilled, QueueFull, Request, Started, Token, check_request
+from engine.kv_file import common_length
 from engine.slots import Slot, choose
 
 __all__ = ["Finished", "Job", "Prefilled", "QueueFull", "Request", "Scheduler", "Started", "Token"]
@@ -139,7 +140,12 @@ class Scheduler:
             choice = choose(self.slots, r.prompt_ids, r.num_samples, r.conversation, not r.prompt_logprobs)
             if choice:
                 self.take_waiting(lambda other, job=job: other is job)
-                self.begin(job, choice)
+                try:
+                    self.begin(job, choice)
+                except Exception as error:
+                    for slot in choice.slots:
+                        self.free(slot, job, None, "error")
+                    self.end_waiting(job, "error", words_of(error))
             elif r.num_samples > self.num_free:
                 break
 
@@ -147,6 +153,11 @@ class Scheduler:
         """A job gets its slots, and its prompt begins to be read in."""
         r, first = job.request, choice.slots[0]
         length, source = choice.length, choice.source
+        if self.saved and r.conversation is not None and first.conversation != r.conversation:
+            saved_ids = [] if r.prompt_logprobs else self.saved.ids(r.conversation)
+            if common_length(saved_ids, r.prompt_ids[:-1]) > length:
+                first.resume(self.saved, r.conversation)
+                length, source = first.common(r.prompt_ids[:-1]), first
         for slot in choice.slots:
             slot.job, slot.used = job, next(self.clock)
         job.began = time.monotonic()
@@ -170,6 +181,11 @@ class Scheduler:
         if job.left == {row} and job.began:
             self.took.append(time.monotonic() - job.began)
         job.finish(row, reason, error)
+        name = job.request.conversation
+        if self.saved and name is not None and row == 0 and reason != "error":
+            for slot in self.slots:
+                if slot.conversation == name and slot.job is None:
+                    self.saved.save(name, slot.ids[: slot.kv.length], slot.kv)
 
     def end_all(self, reason, error=None):
         """Everything under way is over."""

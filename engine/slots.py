@@ -15,7 +15,7 @@ class Slot:
     """A KvState and the ids that it holds, kv.length of them; `ids` may go on behind that."""
 
     def __init__(self, model, context):
-        self.kv, self.ids = KvState(model.config, context), []
+        self.model, self.kv, self.ids = model, KvState(model.config, context), []
         self.sources = Sources(model, self.kv)
         self.job = None  # who writes here
         self.conversation = None  # whose text this is, if it has a name
@@ -38,6 +38,10 @@ class Slot:
         else:
             self.kv.trim(length)
         self.ids, self.sources.ngrams = list(ids), NgramSource()
+
+    def resume(self, saved, name):
+        """Take over a conversation from engine/kv_file.py."""
+        self.ids, self.sources = saved.load(name, self.kv), Sources(self.model, self.kv)
 
     def forget(self):
         self.kv.trim(0)

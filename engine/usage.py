@@ -102,10 +102,7 @@ class Usage:
 def identify(opened):
     """What makes it this model, wherever it lies, as 16 hex digits: config.json, names and sizes of the files with
     tensors, and the beginning of its first router. Fine-tunes of one model differ in the last alone."""
-    resident, sizes = opened.resident, {}
-    for entry in resident.index.entries.values():
-        name = entry.path.name
-        sizes[name] = max(sizes.get(name, 0), entry.offset + entry.num_bytes)
+    resident, sizes = opened.resident, file_sizes(opened.resident)
     parts = [read_file(opened.folder / "config.json"), json.dumps(sorted(sizes.items())).encode()]
     for layer in opened.config.sparse_layers[:1]:
         name, _ = resident.layer_tables(layer)["router"]["router"]
@@ -116,6 +113,15 @@ def identify(opened):
     for part in parts:
         digest.update(len(part).to_bytes(8, "little") + part)
     return digest.hexdigest()[:16]
+
+
+def file_sizes(resident):
+    """{name of a file with tensors: where the last of them ends}."""
+    sizes = {}
+    for entry in resident.index.entries.values():
+        name = entry.path.name
+        sizes[name] = max(sizes.get(name, 0), entry.offset + entry.num_bytes)
+    return sizes
 
 
 def header(layers, num_experts):

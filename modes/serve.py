@@ -2,6 +2,7 @@
 
 import sys
 
+from engine.kv_file import KvFiles
 from engine.load import load_model, open_snapshot
 from engine.scheduler import Scheduler
 from modes.console import say
@@ -92,11 +93,12 @@ def start(settings, opened):
     for line in (loaded.kernels, loaded.drive, loaded.history):
         if line:
             say(line)
-    return loaded, Scheduler(loaded, opened.plan.kv_slots, settings.queue)
+    saved = KvFiles(loaded, settings.cache, say) if settings.kvsave else None
+    return loaded, Scheduler(loaded, opened.plan.kv_slots, settings.queue, saved)
 
 
 def end(loaded, scheduler):
     scheduler.close()
     if loaded.usage:
         numbers = scheduler.numbers()
-        loaded.usage.save(loaded.model.experts.counts(), numbers["prompt_tokens"] - numbers["cached_tokens"])
+        loaded.usage.save(loaded.model.experts.counts(), numbers["prompt_rows"] + numbers["tokens"])

@@ -77,7 +77,10 @@ class Routes:
             fields = Fields(parse_object(data))
             if needs_model:
                 self.service.check_model(fields)
-            return reader(fields, self.service)
+            try:
+                return reader(fields, self.service)
+            except RecursionError:
+                raise ApiError(400, "the body is nested too deeply") from None
 
         return await asyncio.get_running_loop().run_in_executor(self.service.worker, work)
 

@@ -73,7 +73,7 @@ def read_turn(fields, service):
     choice = read_tool_choice(fields, schemas)
     variables = read_variables(fields, service, template)
     form = tool_form(template)
-    if choice == "none":
+    if choice == "none" or not schemas:
         tools, schemas = [], {}
     elif form is None:
         raise bad("tools", "the model's chat template has no tool calls in a form that is read here (GLM's or Hermes')")

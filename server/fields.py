@@ -87,13 +87,13 @@ class Fields:
         """A field that is honoured only where it asks for nothing."""
         value = self.take(name)
         if value is not None and value not in values:
-            raise self.bad(name, "is not supported by this server", "unsupported_parameter")
+            raise self.bad(name, "not supported by this server", "unsupported_parameter")
 
     def end(self, ignored=()):
         """Refuse what nobody asked for."""
         for name in self.values:
             if name not in ignored:
-                raise self.bad(name, "is not supported by this server", "unsupported_parameter")
+                raise self.bad(name, "not supported by this server", "unsupported_parameter")
 
 
 def check_text(value, where):

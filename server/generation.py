@@ -3,9 +3,12 @@
 import asyncio
 import time
 from collections import deque
+from contextlib import suppress
 
 from engine.jobs import Finished, Prefilled, QueueFull, Started, Token
 from server.errors import ApiError
+
+RETRY_SECONDS = 0.2  # between two looks whether the queue takes another prompt
 
 
 class Generation:
@@ -61,10 +64,15 @@ class Generation:
             self.abandon()  # the loop is gone: nobody listens
 
     def abandon(self):
-        """Nobody waits for the answers any more."""
+        """Nobody waits for the answers any more; those that are over do not notice."""
+        if self.is_abandoned:
+            return
         self.is_abandoned = True
         for job in self.jobs.values():
             job.cancel()
+        for answer in self.answers:
+            if not answer.is_over:
+                self.service.metrics.answer_over(answer, "error" if self.failure else "cancelled")
         self.wake.set()
 
     # --- what comes ---
@@ -74,15 +82,14 @@ class Generation:
         return self.is_abandoned or all(answer.is_over for answer in self.answers)
 
     async def next(self, timeout):
-        """-> [(choice number, Delta), ...] that have come, and ("prompt", number, logprobs) for prompts that were read
-        in; None when nothing happened in so many seconds. ApiError when the engine failed."""
-        if not self.events and not self.is_over and not self.failure:
-            self.wake.clear()
-            try:
-                async with asyncio.timeout(timeout):
-                    await self.wake.wait()
-            except TimeoutError:
+        """-> [("choice", number, Delta), ...] that have come, and ("prompt", number, logprobs) of prompts that were
+        read in; None when nothing happened in so many seconds. ApiError when the engine failed."""
+        end = self.loop.time() + timeout
+        while not self.events and not self.is_over and not self.failure:
+            if self.loop.time() >= end:
                 return None
+            self.submit_more()
+            await self.wait(min(end - self.loop.time(), RETRY_SECONDS if self.waiting else timeout))
         if self.failure:
             raise self.failure
         found = []
@@ -95,6 +102,13 @@ class Generation:
                     raise
                 break  # what came before it is given first
         return found
+
+    async def wait(self, seconds):
+        """Until something comes, or for so long."""
+        self.wake.clear()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self.wake.wait()
 
     def take(self, prompt, event, now):
         if isinstance(event, Started):
@@ -119,7 +133,7 @@ class Generation:
         else:
             delta = answer.finish(self.reason(event))
         if answer.is_over:
-            self.service.metrics.answer_over(answer)
+            self.service.metrics.answer_over(answer, answer.finish_reason)
             self.submit_more()
         if delta:
             yield "choice", number, delta

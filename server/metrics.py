@@ -42,9 +42,9 @@ class Metrics:
         self.prompt_tokens.inc(num_ids)
         self.cached_tokens.inc(num_cached)
 
-    def answer_over(self, answer):
-        """An Answer has ended by itself, or because nobody wanted more of it."""
-        self.answers.labels(answer.finish_reason or "cancelled").inc()
+    def answer_over(self, answer, reason):
+        """An Answer has ended: by itself, because nobody wanted more of it, or because the engine failed."""
+        self.answers.labels(reason).inc()
         self.tokens.inc(answer.num_tokens)
         if answer.num_tokens > 1:
             self.each_token.observe((answer.last_time - answer.first_time) / (answer.num_tokens - 1))

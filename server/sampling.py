@@ -4,8 +4,10 @@ from dataclasses import dataclass
 
 MAX_STOPS, MAX_STOP_LENGTH = 16, 1000
 MAX_TOP_LOGPROBS = 20
-# Fields that change no answer: they name the user, or say what to keep where.
-WITHOUT_EFFECT = ("user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
+MAX_NAME = 512
+SMALLEST_NUCLEUS = 1e-9
+# Fields that change no answer: they name the user, or say how long something is kept elsewhere.
+WITHOUT_EFFECT = ("user", "metadata", "safety_identifier", "prompt_cache_retention")
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,7 @@ class Sampling:
     top_logprobs: int | None
     is_stream: bool
     with_usage: bool
+    conversation: str | None  # whose KV slot is kept, and saved
 
 
 def read_sampling(fields, service, max_tokens, top_logprobs):
@@ -34,7 +37,7 @@ def read_sampling(fields, service, max_tokens, top_logprobs):
     sampling = Sampling(
         max_tokens=max_tokens,
         temperature=fields.number("temperature", service.temperature, 0, 2),
-        nucleus=fields.number("top_p", service.nucleus, 0, 1),
+        nucleus=read_nucleus(fields, service),
         top_k=fields.whole("top_k", 0, 0, 1 << 31),
         seed=fields.whole("seed", None, -(2**63), 2**64 - 1),
         n=n,
@@ -42,11 +45,26 @@ def read_sampling(fields, service, max_tokens, top_logprobs):
         top_logprobs=top_logprobs,
         is_stream=is_stream,
         with_usage=read_stream_options(fields, options, is_stream),
+        conversation=read_conversation(fields, service),
     )
     fields.neutral("frequency_penalty", 0)
     fields.neutral("presence_penalty", 0)
     fields.neutral("logit_bias", {})
     return sampling
+
+
+def read_nucleus(fields, service):
+    """top_p, where 0 is the likeliest token alone; to the sampler it would be no limit."""
+    nucleus = fields.number("top_p", None, 0, 1)
+    return service.nucleus if nucleus is None else max(nucleus, SMALLEST_NUCLEUS)
+
+
+def read_conversation(fields, service):
+    """prompt_cache_key: a name for the conversation, which means something where conversations are saved."""
+    name = fields.text("prompt_cache_key")
+    if name is not None and len(name) > MAX_NAME:
+        raise fields.bad("prompt_cache_key", f"expected at most {MAX_NAME} characters")
+    return name if service.saves else None
 
 
 def read_stops(fields):

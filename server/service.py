@@ -15,7 +15,7 @@ KEEP_ALIVE_SECONDS = 10  # between two signs of life in a stream
 
 
 class Service:
-    """settings: temp, nucleus, seed, ngen, think, prefix, as settings.py reads them. say: a line for stderr."""
+    """settings: temp, nucleus, seed, ngen, think, prefix, kvsave, as settings.py reads them. say: a line for stderr."""
 
     keep_alive = KEEP_ALIVE_SECONDS
 
@@ -29,6 +29,7 @@ class Service:
         self.temperature = TEMPERATURE if settings.temp is None else settings.temp
         self.nucleus, self.seed, self.think = settings.nucleus, settings.seed, settings.think
         self.max_tokens = settings.ngen if settings.ngen < 1 << 31 else None
+        self.saves = settings.kvsave
         self.has_prefix = settings.prefix and bool(loaded.config.text_prefix)
         self.created, self.numbers = int(time.time()), itertools.count(1)
         self.is_closing = False
@@ -69,6 +70,7 @@ class Service:
             stop_ids=self.stop_ids,
             top_logprobs=sampling.top_logprobs,
             prompt_logprobs=prompt_logprobs,
+            conversation=sampling.conversation,
         )
 
     def check_model(self, fields):

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from tests.conftest import ROOT
-from tests.server_process import LEGACY, QUICK, ServerProcess, chat, complete
+from tests.server_process import CHAT, LEGACY, QUICK, ServerProcess, chat, complete
 
 CONTEXT = 512
 
@@ -178,7 +178,7 @@ def test_eight_clients_for_a_minute():
         assert server.end() == 0
 
 
-def test_killed_and_started_again(openai):
+def test_killed_and_started_again():
     """kill -9 leaves nothing that keeps the next one from the same port; a key is asked for; a non-UTF-8 locale."""
     fields = QUICK | {"CTX": CONTEXT, "API_KEY": "sécret", "HOST": "0.0.0.0", "ALLOWED_HOSTS": "my.box,other"}
     first = ServerProcess(LC_ALL="C", LANG="C", **fields)
@@ -202,7 +202,7 @@ def test_killed_and_started_again(openai):
         assert second.end(signal.SIGINT) == 0
 
 
-def test_told_to_end_in_the_middle_of_an_answer(openai):
+def test_told_to_end_in_the_middle_of_an_answer():
     server = ServerProcess("1", **QUICK)
     with send_raw(server, request_bytes({"prompt": "In", "max_tokens": 900, "stream": True})) as connection:
         data = connection.recv(200)
@@ -213,11 +213,38 @@ def test_told_to_end_in_the_middle_of_an_answer(openai):
     assert any("[serve] ended" in line for line in server.lines)
 
 
+def test_a_conversation_with_a_name_survives_a_restart(tmp_path):
+    variables = QUICK | {"KVSAVE": 1, "XDG_CACHE_HOME": tmp_path, "CTX": CONTEXT, "KERNELS": "reference"}
+    first = ServerProcess(**variables)
+    talk = [{"role": "user", "content": "Who art thou? Whence comest thou, and whither goest thou?"}]
+    fields = {"max_tokens": 12, "temperature": 0, "prompt_cache_key": "mine/../ü"}
+    try:
+        answer = first.post(CHAT, {"messages": talk} | fields)[1]["choices"][0]["message"]
+        talk += [answer, {"role": "user", "content": "And then?"}]
+        expected = chat_again(first, talk, fields | {"prompt_cache_key": None})[0]
+    finally:
+        assert first.end() == 0
+    second = ServerProcess(**variables)
+    try:
+        found, usage = chat_again(second, talk, fields)
+        assert found == expected
+        assert usage["prompt_tokens_details"]["cached_tokens"] > usage["prompt_tokens"] // 2
+        assert any("[KV] conversation" in line and "resumed with" in line for line in second.lines)
+    finally:
+        assert second.end() == 0
+
+
+def chat_again(server, talk, fields):
+    body = server.post(CHAT, {"messages": talk} | fields)[1]
+    return body["choices"][0]["message"], body["usage"]
+
+
 SMOLLM = ROOT / "models" / "smollm"
 
 
 @pytest.mark.skipif(not (SMOLLM / "config.json").exists(), reason="models/smollm is not built: make smollm")
-def test_a_model_that_answers(openai):
+def test_a_model_that_answers():
+    openai = pytest.importorskip("openai", reason="openai is not installed: pip install openai")
     server = ServerProcess(SNAP=SMOLLM)
     try:
         with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:

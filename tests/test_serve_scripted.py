@@ -40,10 +40,11 @@ TOOLS = [
 
 class FakeScheduler:
     """`script`: for every job the same steps, each a text whose tokens are told, a list of ids, a number of seconds, a
-    function that is called with the job, or the reason that ends its rows (stop, length, error)."""
+    function that is called with the job, or the reason that ends its rows (stop, length, error). `full`: seconds after
+    which it is worth trying again; `limit`: jobs at once, or None."""
 
     def __init__(self):
-        self.context, self.script, self.full, self.jobs = CONTEXT, ["stop"], None, []
+        self.context, self.script, self.full, self.limit, self.jobs = CONTEXT, ["stop"], None, None, []
         self.work, self.is_closed = queue.Queue(), False
         self.thread = threading.Thread(target=self.run)
         self.thread.start()
@@ -52,8 +53,9 @@ class FakeScheduler:
         return {"slots": 4, "slots_free": 4, "slots_busy": 0, "queue": 0}
 
     def submit(self, request, listener):
-        if self.full is not None:
-            raise QueueFull(3, self.full)
+        is_full = self.limit is not None and sum(bool(job.left) for job in self.jobs) >= self.limit
+        if self.full is not None or is_full:
+            raise QueueFull(3, self.full or 1.0)
         job = Job(len(self.jobs), request, listener, lambda: None)
         self.jobs.append(job)
         self.work.put((job, self.script))
@@ -237,6 +239,7 @@ def test_a_required_call_is_begun_in_the_prompt(scripted):
 
 
 def test_what_the_engine_is_asked_for(scripted):
+    assert scripted.play("stop", top_p=0) and 0 < scripted.scheduler.jobs[-1].request.nucleus < 1e-6
     scripted.play("stop", temperature=0.5, top_p=0.3, top_k=7, seed=-1, n=1, max_tokens=10**12)
     request = scripted.scheduler.jobs[-1].request
     assert (request.temperature, request.nucleus, request.top_k, request.seed) == (0.5, 0.3, 7, 2**64 - 1)
@@ -272,11 +275,11 @@ def test_a_full_queue_is_429_with_the_time_to_wait(scripted):
 
 
 def test_signs_of_life_during_a_long_prefill(scripted):
-    scripted.scheduler.script = [0.3, "done", "stop"]
+    scripted.scheduler.script = [0.5, "done", "stop"]
     _, text, headers = scripted.post(CHAT, ASK | {"stream": True})
     assert headers["Content-Type"] == "text/event-stream; charset=utf-8"
     comments = [line for line in text.split("\n\n") if line.startswith(":")]
-    assert len(comments) >= 3 and comments[0] == ": reading the prompt"
+    assert len(comments) >= 2 and comments[0] == ": reading the prompt"
     assert text.endswith("data: [DONE]\n\n") and text.index('"content":"d') > text.rindex(": reading")
 
 
@@ -301,12 +304,39 @@ def test_whoever_goes_away_ends_the_job(scripted, is_stream):
         else:
             time.sleep(0.2)
     assert gone.wait(5)
+    wait_for(lambda: 'colibri_answers_total{reason="cancelled"}' in scripted.get("/metrics")[1])
     if not is_stream:
-        for _ in range(100):
-            if any(" 499 " in line for line in scripted.lines):
-                break
-            time.sleep(0.05)
-        assert any(" 499 " in line for line in scripted.lines)
+        wait_for(lambda: any(" 499 " in line for line in scripted.lines))
+
+
+def test_prompts_that_find_the_queue_full_are_tried_again(scripted):
+    """Also when none of that request is under way any more: other requests held the queue."""
+
+    def close_queue(job):
+        scripted.scheduler.full = 1.0
+        scripted.scheduler.script = ["later", "stop"]
+
+    def open_queue():
+        time.sleep(0.5)
+        scripted.scheduler.full = None
+
+    scripted.scheduler.script = [close_queue, "now", "stop"]
+    scripted.scheduler.limit = 1
+    opener = threading.Thread(target=open_queue)
+    opener.start()
+    try:
+        status, body, _ = scripted.post(LEGACY, {"prompt": ["a", "b", "c"], "max_tokens": 9})
+    finally:
+        opener.join()
+        scripted.scheduler.full = scripted.scheduler.limit = None
+    assert status == 200 and [choice["text"] for choice in body["choices"]] == ["now", "later", "later"]
+
+
+def wait_for(condition, seconds=5):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.05)
 
 
 @contextmanager
