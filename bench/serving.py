@@ -148,22 +148,21 @@ def measure_first_token(scheduler, texts):
         wait_until(lambda talk=talk: len(talk.times) >= 6)
         decode = statistics.median(talk.steps(0, time.perf_counter()))
         ids = random.Random(seed).choices(range(scheduler.config.vocab_size), k=LONG_IDS)
-        began, read = time.perf_counter(), scheduler.batch.counters.prompt_rows
+        began = time.perf_counter()
         reading = scheduler.submit(Request(tuple(ids), 1), long)
         # Two parts of the long prompt tell what one takes; then the short one comes somewhere in the next.
-        wait_until(lambda read=read: scheduler.batch.counters.prompt_rows - read >= 2 * scheduler.batch.shared_rows)
-        steps = talk.steps(began, time.perf_counter())
-        time.sleep(random.Random(seed).random() * max(steps))
+        wait_until(lambda talk=talk, began=began: len(talk.steps(began, time.perf_counter())) >= 3)
+        time.sleep(random.Random(seed).random() * max(talk.steps(began, time.perf_counter())))
         asked = time.perf_counter()
         scheduler.submit(Request(texts.take(SHORT_IDS), 1), short)
         short.is_over.wait()
         if not long.times:  # else there was nothing to wait for
             firsts.append(short.times[0] - asked)
-        long.is_over.wait()
-        chunks += sorted(talk.steps(began, long.times[0]))[-3:]
+        chunks += sorted(talk.steps(began, time.perf_counter()))[-2:]
         talking.cancel()
         reading.cancel()
         talk.is_over.wait()
+        long.is_over.wait()
     return statistics.median(firsts), decode, statistics.median(chunks)
 
 

@@ -35,8 +35,7 @@ def expected():
 # --- the same text ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("draft", ["0", "1", "3", "auto"])
-@pytest.mark.parametrize("slots", [1, 4])
+@pytest.mark.parametrize(("draft", "slots"), [("0", 4), ("1", 4), ("3", 4), ("auto", 4), ("3", 1)])
 def test_the_same_text_alone_and_among_others(serve, expected, draft, slots):
     scheduler = serve(slots, DRAFT=draft)
     heard = {request: ask(scheduler, request) for request in expected}
