@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 
+from tests.forked import Forker, environment
+
 ROOT = Path(__file__).resolve().parents[1]
 FIXTURES = ROOT / "tests" / "fixtures"
 # The oracles of the reference implementation; _dense is the same weights with the indexer at rest.
@@ -110,23 +112,25 @@ def serve(load):
         scheduler.close()
 
 
-@pytest.fixture
-def run_colibri(tmp_path):
-    """run_colibri(*arguments, **variables) -> the finished process of `python colibri.py`."""
+@pytest.fixture(scope="session")
+def forker():
+    server = Forker()
+    yield server
+    server.close()
 
-    def run(*arguments, timeout=120, cwd=ROOT, **variables):
-        # HOME and PATH alone: what the engine needs it must be told by the test.
-        environ = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
-        environ |= {"PYTHONDONTWRITEBYTECODE": "1", "USAGE": "0"} | {
-            name: str(value) for name, value in variables.items()
-        }
-        return subprocess.run(
-            [sys.executable, str(ROOT / "colibri.py"), *map(str, arguments)],
-            env=environ,
-            cwd=cwd,
-            capture_output=True,
-            timeout=timeout,
-        )
+
+@pytest.fixture
+def run_colibri(forker, tmp_path_factory):
+    """run_colibri(*arguments, **variables) -> the finished process of `python colibri.py`. is_new: of an interpreter of
+    its own, not of a fork."""
+
+    def run(*arguments, timeout=120, cwd=ROOT, is_new=False, **variables):
+        environ = environment({"USAGE": "0"} | {name: str(value) for name, value in variables.items()})
+        arguments = list(map(str, arguments))
+        if not is_new:
+            return forker.run(arguments, environ, cwd, tmp_path_factory.mktemp("run"), timeout)
+        command = [sys.executable, str(ROOT / "colibri.py"), *arguments]
+        return subprocess.run(command, env=environ, cwd=cwd, capture_output=True, timeout=timeout)
 
     return run
 

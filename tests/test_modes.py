@@ -379,5 +379,5 @@ def test_bad_input_is_refused_before_any_weight_is_read(monkeypatch, tmp_path, c
 
 def test_it_runs_from_any_folder_and_writes_nothing(run_colibri, tmp_path):
     before = sorted(EMBEDDED_SNAPSHOT.iterdir())
-    assert run_colibri(PROMPT="x", NGEN=2, cwd=tmp_path).returncode == 0
+    assert run_colibri(PROMPT="x", NGEN=2, cwd=tmp_path, is_new=True).returncode == 0
     assert not list(tmp_path.iterdir()) and sorted(EMBEDDED_SNAPSHOT.iterdir()) == before
