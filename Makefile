@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export PROMPT ?= In the beginning
 
-.PHONY: help setup run smollm test test-slow lint native native-asan bench-kernels bench-decode bench-streaming bench-speculation soak clean
+.PHONY: help setup run smollm test test-slow lint native native-asan bench-kernels bench-decode bench-streaming bench-speculation bench-serving soak clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /  make \1\t/' | expand -t 20
@@ -59,6 +59,9 @@ bench-streaming: setup  ## a synthetic GLM-5.2 larger than its memory: 17 GB of 
 
 bench-speculation: setup  ## DRAFT=auto against fixed depths, by a replayed price: 0.1 GB of disk, some minutes
 	$(BIN)/python bench/speculation.py
+
+bench-serving: setup  ## eight clients against one, and a short prompt beside a long one: 17 GB of disk, 9 GB of memory
+	$(BIN)/python bench/serving.py
 
 soak: setup  ## mixed prompts for half an hour: the budget holds, nothing leaks, the answers stay the same
 	$(BIN)/python scripts/soak.py

@@ -21,6 +21,7 @@ from snapshot.errors import Refused
 # costs its arithmetic; many where nearly all experts have to be read for a few rows already.
 ROWS_IN_MEMORY, ROWS_FROM_DISK = 64, 256
 OLDEST_SHARE = 4  # of these rows the prompt that waits longest gets one in so many, whatever shorter ones there are
+SHORT_SHARE = 4  # a prompt with at most one in so many of them left is short: it does not wait for a long one
 GUESS_SHARE = 4  # of the rows of a chunk, for guesses
 
 
@@ -146,6 +147,7 @@ class Batch:
         self.draft = Drafter(model, None, governor)
         self.shared_rows = ROWS_IN_MEMORY if fits_memory else ROWS_FROM_DISK
         self.answers, self.readings, self.counters = [], [], BatchCounters()
+        self.was_long = False  # whether the last forward had a part of a prompt that is not short
 
     @property
     def is_empty(self):
@@ -189,18 +191,24 @@ class Batch:
                 self.finish(job, row, "cancelled", None)
 
     def share_out(self):
-        """-> [(Reading, how many of its tokens)] of the next forward: the shortest are read first, for what waits
-        behind a long one costs it little, but the oldest always gets its share."""
+        """-> [(Reading, how many of its tokens)] of the next forward.
+
+        After a part of a long prompt short ones go without one, once: they have waited for it already. Else the
+        shortest are read first, for what waits behind a long one costs it little, but the oldest gets its share.
+        """
         most = self.model.prefill_chunk
         if self.answers:
             free = most - most // GUESS_SHARE - len(self.answers)
             most = max(1, min(self.shared_rows, free))
+        short = [reading for reading in self.readings if reading.num_left <= max(1, most // SHORT_SHARE)]
+        alone = short if self.was_long and len(short) < len(self.readings) else []
         counts = {}
-        for reading in self.readings[:1]:
+        for reading in [] if alone else self.readings[:1]:
             counts[reading] = min(reading.num_left, max(1, most // OLDEST_SHARE))
-        for reading in sorted(self.readings, key=lambda reading: reading.num_left):
+        for reading in sorted(alone or self.readings, key=lambda reading: reading.num_left):
             before = counts.get(reading, 0)
             counts[reading] = min(reading.num_left, before + most - sum(counts.values()))
+        self.was_long = not alone and len(short) < len(self.readings)
         return [(reading, count) for reading, count in counts.items() if count]
 
     def guess(self, num_others):

@@ -105,6 +105,9 @@ def check_request(request, config, num_slots, context):
     r, num_ids = request, len(request.prompt_ids)
     if not num_ids or not all(type(i) is int and 0 <= i < config.vocab_size for i in r.prompt_ids):
         raise ValueError(f"a prompt is at least one token id, each from 0 to {config.vocab_size - 1}")
+    wholes = (r.max_tokens, r.top_k, r.seed, r.num_samples)
+    if any(type(number) is not int for number in wholes):
+        raise ValueError(f"max_tokens, top_k, seed, num_samples = {wholes}: expected whole numbers")
     if r.max_tokens < 0 or not 0 <= r.temperature < math.inf or (r.top_logprobs or 0) < 0:
         raise ValueError(
             f"max_tokens={r.max_tokens}, temperature={r.temperature}, top_logprobs={r.top_logprobs}: "

@@ -6,7 +6,8 @@
 
 A request waits in a queue, first in, first out, until there is a KV slot for each of its rows; a slot remembers its
 text (engine/slots.py). Its prompt is read in beside the answers that are under way (engine/batch.py). What a request
-gets is the same alone or among others, at any draft depth. One thread runs the model, and calls the listeners.
+gets is the same alone or among others, at any draft depth. One thread runs the model, and calls the listeners, which
+hand on what they hear: all wait while one does not return.
 """
 
 import itertools

@@ -35,8 +35,7 @@ def expected():
 # --- the same text ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("draft", ["0", "1", "3", "auto"])
-@pytest.mark.parametrize("slots", [1, 4])
+@pytest.mark.parametrize(("draft", "slots"), [("0", 4), ("1", 4), ("3", 4), ("auto", 4), ("3", 1)])
 def test_the_same_text_alone_and_among_others(serve, expected, draft, slots):
     scheduler = serve(slots, DRAFT=draft)
     heard = {request: ask(scheduler, request) for request in expected}
@@ -130,15 +129,19 @@ def test_a_row_that_is_cancelled_before_the_prompt_is_read_in(serve):
 
 
 def test_a_short_prompt_does_not_wait_for_a_long_one(serve):
-    """Nor do answers under way: each step has a part of the long prompt, all of the short one, and a token of each."""
-    scheduler, forwards = serve(3, DRAFT="0"), {}
-    scheduler.batch.shared_rows = 16
-    counters, waited = scheduler.batch.counters, []
+    """Nor do answers under way: each step gives a token of each, also that in which the short prompt is read in."""
+    scheduler, forwards, rows = serve(3, DRAFT="0"), {}, []
+    scheduler.batch.shared_rows = 32
+    counters, waited, read = scheduler.batch.counters, [], []
     long = Request(tuple(range(300)), 4)
 
     def count(event):
         if isinstance(event, Token):
             forwards.setdefault(event.job.request, []).append(counters.forwards)
+            if event.job.request is short:
+                rows.append(read[-1] - read[-2])
+            if event.job.request is talking:
+                read.append(counters.prompt_rows)
             if event.job.request is talking and len(forwards[talking]) == 2:
                 scheduler.submit(long, heard)
             if event.job.request is talking and len(forwards[talking]) == 6:
@@ -149,8 +152,8 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(serve):
     heard = Heard(3, count)
     scheduler.submit(talking, heard)
     heard.wait()
-    assert forwards[short][0] - waited[0] <= 3
-    assert forwards[long][0] - waited[0] > 10
+    assert forwards[short][0] - waited[0] == 1 and forwards[long][0] - waited[0] > 5
+    assert rows[:2] == [6, 32] and counters.prompt_rows == len(PROMPT) + 6 + 300  # then the long one goes on
     assert forwards[talking] == list(range(forwards[talking][0], forwards[talking][0] + 40))
 
 

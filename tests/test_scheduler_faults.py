@@ -79,6 +79,8 @@ def test_first_in_first_out(serve):
         (Request(PROMPT, -1), "max_tokens=-1"),
         (Request(PROMPT, 1, temperature=float("nan")), "temperature=nan"),
         (Request(PROMPT, 1, top_logprobs=-2), "top_logprobs=-2"),
+        (Request(PROMPT, 1, seed=1.5), "expected whole numbers"),
+        (Request(PROMPT, "3"), "expected whole numbers"),
         (Request(PROMPT, 1, num_samples=5), "num_samples=5: expected 1 to 4"),
         (Request(PROMPT, 1, num_samples=0), "num_samples=0"),
         (Request((1,) * 60, 6), "60 prompt tokens and 6 more do not fit 64 positions"),
