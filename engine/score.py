@@ -2,8 +2,9 @@
 
 Requests with the same context form a group: the context goes through the model once, each continuation on a clone of
 its KV state. Groups are put together into waves: the contexts of a wave go through the model together, then its
-continuations, so each expert is fetched once for as many requests as fit a prefill chunk and the KV memory. The last
-token of a continuation needs no forward.
+continuations, so each expert is fetched once for as many requests as fit a prefill chunk and the KV memory. What all
+contexts of a wave begin with, as examples before a question, goes through first and once. The last token of a
+continuation needs no forward.
 """
 
 from dataclasses import dataclass
@@ -79,8 +80,7 @@ def score_wave(model, wave, requests, max_positions, counters, progress):
     for context, indices in wave:
         longest = max(len(requests[i].continuation) for i in indices)
         states.append(KvState(model.config, len(context) + max(longest - 1, 0)))
-        counters.context_rows += len(context)
-    logits = step(model, [(list(context), kv) for (context, _), kv in zip(wave, states, strict=True)], progress)
+    logits = read_contexts(model, [list(context) for context, _ in wave], states, counters, progress)
 
     # 2) the first token of a continuation follows from the context's last logits
     sums, greedy, rest = {}, {}, []
@@ -111,6 +111,33 @@ def score_wave(model, wave, requests, max_positions, counters, progress):
     for _, indices in wave:
         for i in indices:
             yield i, Score(sums[i], greedy[i])
+
+
+def read_contexts(model, contexts, states, counters, progress):
+    """Contexts, lists of ids, into their empty states -> logits [contexts, vocab] after each."""
+    shared = shared_length(contexts, model.prefill_chunk)
+    if shared:
+        step(model, [(contexts[0][:shared], states[0])], progress)
+        for kv in states[1:]:
+            kv.take(states[0], shared)
+    rest = [context[shared:] for context in contexts]
+    counters.context_rows += shared + sum(map(len, rest))
+    return step(model, list(zip(rest, states, strict=True)), progress)
+
+
+def shared_length(contexts, chunk):
+    """How many ids, that all contexts begin with, should go through the model first: 0 where that takes more sweeps
+    over the experts, one for each `chunk` rows, than to read each context in whole. A context keeps one id at least."""
+    first, last = min(contexts), max(contexts)  # in order, what lies between begins as they do
+    pairs = enumerate(zip(first[:-1], last, strict=False))
+    shared = next((at for at, (a, b) in pairs if a != b), len(first) - 1)
+
+    def sweeps(rows):
+        return -(-rows // chunk)
+
+    rows = sum(map(len, contexts))
+    is_worth_it = len(contexts) > 1 and sweeps(shared) + sweeps(rows - len(contexts) * shared) <= sweeps(rows)
+    return shared if is_worth_it else 0
 
 
 def parts_that_fit(rest, requests, room):

@@ -70,11 +70,11 @@ class Evaluation:
         self.start = self.prefix or first_token(self.tokenizer, opened)  # stands for an empty context
         self.stop_ids = frozenset({*opened.config.stop_ids, *self.tokenizer.stop_ids})
         self.num_cut = self.all_cut = 0  # texts that were cut on the left: since the last word about it, and in all
-        self.loaded, self.num_slots = None, 0
+        self.loaded = None
 
-    def load(self, loaded, num_slots=1):
-        """`loaded`: planned for so many KV states."""
-        self.loaded, self.num_slots = loaded, num_slots
+    def load(self, loaded):
+        """Its plan says how many KV states there may be at once."""
+        self.loaded = loaded
 
     # --- texts -> ids -------------------------------------------------------------------------------------------------
 
@@ -139,7 +139,8 @@ class Evaluation:
     def score(self, requests):
         """-> Scores in the order of the requests."""
         progress, scores = Progress("score", len(requests)), {}
-        for index, score in score_requests(self.loaded.model, requests, self.context):
+        most = self.context * self.loaded.plan.kv_slots
+        for index, score in score_requests(self.loaded.model, requests, most):
             scores[index] = score
             progress(len(scores))
         return [scores[index] for index in range(len(requests))]
@@ -156,7 +157,7 @@ class Evaluation:
             asked[context, options] += 1
         self.say_cut("prompts")
         readers, progress = queue.SimpleQueue(), Progress("generate", len(requests))
-        scheduler, answers = Scheduler(self.loaded, self.num_slots, max_queue=len(requests)), {}
+        scheduler, answers = Scheduler(self.loaded, max_queue=len(requests)), {}
         try:
             # Those that begin alike come one after the other: the beginning is read in once.
             for index in sorted(range(len(requests)), key=lambda index: prompts[index]):

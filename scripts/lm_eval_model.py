@@ -6,9 +6,11 @@
 
 Tasks are lm_eval's own (`lm_eval ls tasks` lists them; most download their data), or those of --include_path.
 Arguments and variables are those of colibri.py, but for those that choose a mode: CTX bounds a request, what is longer
-is cut on the left and said; PREFIX=0 leaves out the family's prefix, with which every text begins otherwise; THINK=1
-asks the chat template for thoughts. Log-likelihoods are those of SCORE. stdout gets lm_eval's table, and as its last
-line JSON with every number; exit codes are those of colibri.py. Needs `pip install -c constraints.txt -e .[lm_eval]`.
+is cut on the left and said; KV_SLOTS answers are generated at a time; PREFIX=0 leaves out the family's prefix, with
+which every text begins otherwise; THINK=1 asks the chat template for thoughts. Log-likelihoods are those of SCORE.
+
+stdout gets lm_eval's table, and as its last line JSON with every number; exit codes are those of colibri.py. Needs
+`pip install -c constraints.txt -e .[lm_eval]`.
 """
 
 import argparse
@@ -21,15 +23,16 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from colibri import exit_code
-from engine.load import check_folder, load_model, open_snapshot
+from engine.load import check_folder, load_model
 from forward.finite import NonFinite
 from modes.console import announce, say, say_warnings
+from modes.serve import open_server
 from scripts.evaluation import Evaluation, Options
 from scripts.options import OneLineParser, whole
 from settings import Settings
 from snapshot.errors import Refused
 
-OTHER_MODES = ("prompt", "score", "ref", "replay", "tf", "report")  # settings that mean nothing here
+OTHER_MODES = ("prompt", "score", "serve", "ref", "replay", "tf", "report")  # settings that mean nothing here
 
 
 def make_lm(evaluation, name):
@@ -105,13 +108,13 @@ def evaluate(args):
     ignored = [name.upper() for name in OTHER_MODES if getattr(settings, name) not in (None, False)]
     for notice in (*settings.notices, *(f"[env] {name} means nothing here: ignored" for name in ignored)):
         say(notice)
-    settings = replace(settings, prompt=None, score=None, replay=False, tf=False)
+    settings = replace(settings, prompt=None, score=None, serve=None, replay=False, tf=False)
     if args.include_path and not Path(args.include_path).is_dir():
         raise Refused(f"--include_path {args.include_path}: no such folder")
     check_folder(settings)
     tasks = [name for name in args.tasks.split(",") if name]
     manager = find_tasks(tasks, args.include_path)
-    opened = open_snapshot(settings)
+    opened = open_server(settings)
     announce(opened)
     say_warnings()
     try:

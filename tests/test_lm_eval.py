@@ -7,8 +7,10 @@ import math
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
+from tokenizers import Tokenizer, processors
 
 from scripts import lm_eval_model
 from scripts.evaluation import Evaluation, Options, cut_at
@@ -39,7 +41,7 @@ def evaluation(load):
         environ = {name: str(value) for name, value in variables.items()}
         loaded = load(EMBEDDED_SNAPSHOT, **variables)
         evaluation = Evaluation(Settings.read([], environ), loaded)
-        evaluation.load(loaded, num_slots)
+        evaluation.load(replace(loaded, plan=replace(loaded.plan, kv_slots=num_slots)))
         return evaluation
 
     return make
@@ -317,3 +319,55 @@ def test_without_lm_eval_it_says_what_to_install(monkeypatch, capsys):
     assert capsys.readouterr().err == (
         "lm_eval_model: lm_eval is not installed: pip install -c constraints.txt -e .[lm_eval]\n"
     )
+
+
+# --- against a server -------------------------------------------------------------------------------------------------
+
+LOCAL_COMPLETIONS = """if 1:
+    import json, sys
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+    url, tokenizer, folder, prefix, *tasks = sys.argv[1:]
+    arguments = dict(model="tiny", base_url=url, tokenizer=tokenizer, tokenizer_backend="huggingface", max_length=512)
+    arguments["add_bos_token"] = prefix == "1"
+    manager = TaskManager(include_path=folder, include_defaults=False)
+    results = simple_evaluate("local-completions", arguments, tasks=tasks, task_manager=manager, bootstrap_iters=0)
+    print(json.dumps({task: [s["resps"] for s in samples] for task, samples in results["samples"].items()}))
+    """
+
+
+@needs_lm_eval
+@pytest.mark.parametrize("prefix", [0, 1])
+def test_local_completions_against_a_server_gives_the_same(evaluation, text_folder, prefix):
+    """lm_eval's own client of the OpenAI API. It sends ids, which a server takes as they are: the family's prefix
+    must be among them, as the tokenizers of GLM put it there (add_bos_token). Whole texts begin with another token of
+    its own, <|endoftext|>: they are the same only without the prefix."""
+    pytest.importorskip("uvicorn", reason="the HTTP server needs uvicorn")
+    from tests.server_process import LEGACY, QUICK, ServerProcess
+
+    tokenizer = Tokenizer.from_file(str(text_folder / "tokenizer.json"))
+    special = [(token, tokenizer.token_to_id(token)) for token in ("[gMASK]", "<sop>")]
+    front = processors.TemplateProcessing(single="[gMASK] <sop> $A", special_tokens=special)
+    tokenizer.post_processor = processors.Sequence([tokenizer.post_processor, front])
+    tokenizer.save(str(text_folder / "tokenizer.json"))
+    tasks = ["colibri_choice", "colibri_write", *([] if prefix else ["colibri_read"])]
+    server = ServerProcess(CTX=512, PREFIX=prefix, **QUICK)
+    try:
+        arguments = [server.url + LEGACY, str(text_folder), str(TASKS), str(prefix), *tasks]
+        command = [sys.executable, "-c", LOCAL_COMPLETIONS, *arguments]
+        process = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    finally:
+        server.end()
+    assert process.returncode == 0, process.stderr
+    found = json.loads(process.stdout.splitlines()[-1])
+    e = evaluation(CTX=512, PREFIX=prefix)
+    scores = [(logprob, greedy) for doc in found["colibri_choice"] for [(logprob, greedy)] in doc]
+    expected = e.loglikelihood(CHOICES)
+    assert [logprob for logprob, _ in scores] == pytest.approx([logprob for logprob, _ in expected], abs=1e-4)
+    assert [greedy for _, greedy in scores] == [greedy for _, greedy in expected]
+    options = Options((".", ",", ";", "\n"), 8)
+    answers = e.generate([(doc["question"], options) for doc in documents("write")])
+    assert [text for [[text]] in found["colibri_write"]] == answers
+    if not prefix:
+        texts = [logprob for [[logprob]] in found["colibri_read"]]
+        assert texts == pytest.approx(e.loglikelihood_rolling(TEXTS), abs=1e-4)

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from engine.score import Request, ScoreCounters, make_waves, score_requests
+from engine.score import Request, ScoreCounters, make_waves, score_requests, shared_length
 from settings import EMBEDDED_SNAPSHOT
 from tests.conftest import FIXTURES, ORACLES, read_json, reference
 
@@ -108,6 +108,42 @@ def test_four_choices_of_one_context_cost_little_more_than_one(load, monkeypatch
         assert counters.context_rows + counters.continuation_rows == sum(rows)
         monkeypatch.undo()
     assert totals == [40 + 3, 40 + 12] and totals[1] <= 1.3 * totals[0]
+
+
+def test_what_contexts_begin_alike_with_goes_through_once(load, monkeypatch):
+    """As examples before questions: 5 contexts that share 30 ids, at 24 rows a sweep. The scores are the same."""
+    seq = reference("glm_moe_dsa")[0]["seq"]
+    contexts = [(*seq[:30], 9 + i, 8, 7) for i in range(4)] + [tuple(seq[:31])]
+    requests = [Request(context, (5 + i, 6, 4)) for context in contexts for i in range(2)]
+    alone = load(FIXTURES / "glm_moe_dsa").model
+    expected = {}
+    for i, request in enumerate(requests):
+        expected[i] = dict(score_requests(alone, [request], 4096))[0]
+    model, rows, counters = (
+        load(FIXTURES / "glm_moe_dsa", PREFILL_CHUNK=24).model,
+        count_rows(monkeypatch),
+        ScoreCounters(),
+    )
+    scores = dict(score_requests(model, requests, 4096, counters))
+    assert counters.context_rows == 30 + 4 * 3 + 1 and counters.continuation_rows == 10 * 2
+    assert sum(rows) == counters.context_rows + counters.continuation_rows
+    for i, score in expected.items():
+        assert scores[i].logprob == pytest.approx(score.logprob, abs=1e-5) and scores[i].greedy == score.greedy
+
+
+@pytest.mark.parametrize(
+    ("contexts", "chunk", "shared"),
+    [
+        ([[1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 3]], 2, 2),  # the shortest keeps one
+        ([[1, 2, 3, 4], [1, 2, 9, 4]], 2, 2),
+        ([[1, 2, 3, 4], [1, 2, 9, 4]], 8, 0),  # one sweep is enough for all
+        ([[1, 2, 3, 4]], 2, 0),
+        ([[1, 2], [2, 2], [1, 2, 3]], 1, 0),
+        ([[7], [7, 8]], 1, 0),
+    ],
+)
+def test_shared_length(contexts, chunk, shared):
+    assert shared_length(contexts, chunk) == shared
 
 
 def test_a_group_that_does_not_fit_goes_in_parts(load, monkeypatch):
