@@ -15,6 +15,8 @@ KV_SHARE = 0.25  # of what the resident part leaves of the budget: the rest is f
 
 def open_server(settings):
     """As open_snapshot, with KV_SLOTS KV states; by default with 4, or as many as leave most memory to experts."""
+    if settings.serve == "1":
+        import server.app  # noqa: F401 - what it takes belongs to the process that the plan counts
     if settings.kv_slots:
         return open_snapshot(settings, settings.kv_slots)
     for num_slots in range(DEFAULT_SLOTS, 1, -1):
@@ -57,6 +59,12 @@ def run_http(settings, loaded, scheduler, tokenizer, sock, url):
     from server.metrics import Metrics
     from server.service import Service
 
+    if loaded.config.text_prefix and settings.prefix and not tokenizer.has_prefix:
+        say(f"[prefix] {tokenizer.path.name} lacks {' '.join(loaded.config.text_prefix)}: texts go without it")
+    try:
+        tokenizer.template  # noqa: B018 - compiled here, so that a broken one is known before a request
+    except Refused as error:
+        say(f"[serve] chats are refused: {error}")
     metrics = Metrics(loaded.model)
     metrics.scheduler = scheduler
     service = Service(settings, loaded, scheduler, tokenizer, metrics, say)

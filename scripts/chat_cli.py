@@ -49,7 +49,7 @@ from snapshot.tokenizer import TextTokenizer
 
 SIGN = "> "
 DEFAULT_NGEN = 256
-OTHER_MODES = ("prompt", "score", "ref", "replay", "tf", "report")  # settings that mean nothing here
+OTHER_MODES = ("prompt", "score", "serve", "ref", "replay", "tf", "report")  # settings that mean nothing here
 
 
 class Stopped(Exception):
@@ -332,7 +332,7 @@ def run(settings, prompt):
     ignored = [name.upper() for name in OTHER_MODES if getattr(settings, name) not in (None, False)]
     for notice in (*settings.notices, *(f"[env] {name} means nothing to a chat: ignored" for name in ignored)):
         say(notice)
-    settings = replace(settings, prompt=None, score=None, replay=False, tf=False)
+    settings = replace(settings, prompt=None, score=None, serve=None, replay=False, tf=False)
     check_folder(settings)
     opened = open_snapshot(settings)
     announce(opened)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from server.errors import ApiError, bad
 from server.fields import check_texts
+from server.harmony import CHANNEL, MESSAGE, HarmonyReader
 from server.messages import read_messages, read_tool_choice, read_tools
 from server.reply import THINK, THINK_END, ReplyReader
 from server.sampling import MAX_TOP_LOGPROBS, WITHOUT_EFFECT, Sampling, read_sampling
@@ -19,12 +20,14 @@ class ChatRequest:
     prompt_ids: list[int]
     sampling: Sampling
     with_logprobs: bool
-    thinking: str  # as of ReplyReader
+    thinking: str  # as of ReplyReader, or harmony
     tools: Tools | None
     one_call: bool
     begun: str  # of the answer, what the prompt holds already
 
     def make_reader(self):
+        if self.thinking == "harmony":
+            return HarmonyReader(self.tools, self.one_call, self.begun)
         return ReplyReader(self.thinking, self.tools, self.one_call, self.begun)
 
 
@@ -76,7 +79,10 @@ def read_turn(fields, service):
     if choice == "none" or not schemas:
         tools, schemas = [], {}
     elif form is None:
-        raise bad("tools", "the model's chat template has no tool calls in a form that is read here (GLM's or Hermes')")
+        raise bad(
+            "tools",
+            "the model's chat template has no tool calls in a form that is read here: GLM's, Hermes' or gpt-oss'",
+        )
     if choice not in ("none", "auto"):
         variables["enable_thinking"] = False  # the answer begins with the call
     try:
@@ -84,7 +90,7 @@ def read_turn(fields, service):
         text, ids = render(service, messages, {"tools": tools or None} | variables, begun)
     except Refused as error:
         raise bad("messages", without_path(error, service)) from None
-    thinking = "off" if begun else thinking_of(text, template)
+    thinking = thinking_of(text, template, begun)
     return Turn(ids, thinking, Tools(schemas) if schemas else None, isinstance(choice, list), begun)
 
 
@@ -108,8 +114,12 @@ def read_variables(fields, service, template):
 
 
 def tool_form(template):
-    """How the template's model calls tools: glm, hermes, or None."""
-    if "tools" not in template.variables or OPEN not in template.source:
+    """How the template's model calls tools: glm, hermes, harmony, or None."""
+    if "tools" not in template.variables:
+        return None
+    if CHANNEL in template.source:
+        return "harmony"
+    if OPEN not in template.source:
         return None
     return "glm" if KEY in template.source else "hermes"
 
@@ -128,6 +138,9 @@ def render(service, messages, variables, begun):
 
 def opening(form, choice, schemas):
     """The beginning of a call: of the tool in a list of one, or of one that the model chooses."""
+    if form == "harmony":
+        to = " to=functions."
+        return to if choice == "required" else f"{to}{choice[0]}{CHANNEL}commentary json{MESSAGE}"
     if choice == "required":
         return OPEN if form == "glm" else f'{OPEN}\n{{"name": "'
     [name] = choice
@@ -136,8 +149,12 @@ def opening(form, choice, schemas):
     return f'{OPEN}\n{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": {{'
 
 
-def thinking_of(text, template):
+def thinking_of(text, template, begun):
     """Whether the answer begins with thoughts, by the end of the prompt."""
+    if CHANNEL in template.source:
+        return "harmony"
+    if begun:
+        return "off"
     end = text.rstrip()
     if end.endswith(THINK):
         return "open"

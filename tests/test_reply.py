@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from server.harmony import HarmonyReader
 from server.reply import ReplyReader
 from server.stops import StopStrings
 from server.tool_calls import Tools
@@ -25,9 +26,9 @@ GLM = (
 HERMES = '<tool_call>\n{"name": "weather", "arguments": {"city": "Tromsø \\"n\\" }", "days": 3}}\n</tool_call>'
 
 
-def read(pieces, is_cut=False, **options):
+def read(pieces, is_cut=False, make=ReplyReader, **options):
     """-> {"reasoning", "content", "calls": [[name, arguments], ...]} of a text in pieces."""
-    reader, got = ReplyReader(**options), {"reasoning": "", "content": "", "calls": []}
+    reader, got = make(**options), {"reasoning": "", "content": "", "calls": []}
     for kind, text in [p for piece in pieces for p in reader.push(piece)] + reader.finish(is_cut):
         if kind == "call":
             got["calls"].append([text, ""])
@@ -205,3 +206,45 @@ def test_a_text_that_was_cut_off_stays_open():
     text = "<tool_call>weather<arg_key>city</arg_key><arg_value>Trom"
     assert read([text], is_cut=True, tools=TOOLS)["calls"] == [["weather", '{"city": "Trom']]
     assert read([text], tools=TOOLS)["calls"] == [["weather", '{"city": "Trom"}']]
+
+
+# --- gpt-oss ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "reasoning", "content", "calls"),
+    [
+        (
+            "<|channel|>analysis<|message|>hm <b<|end|><|start|>assistant<|channel|>final<|message|>Hello <| there",
+            "hm <b",
+            "Hello <| there",
+            [],
+        ),
+        (
+            "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary to=functions.weather "
+            '<|constrain|>json<|message|>{"city": "Rome"}<|call|>',
+            "hm",
+            "",
+            [["weather", '{"city": "Rome"}']],
+        ),
+        (
+            "<|start|>assistant to=functions.now<|channel|>commentary json<|message|>{}<|call|><|start|>assistant "
+            "to=functions.unknown<|channel|>commentary<|message|>?",
+            "",
+            "?",
+            [["now", "{}"]],
+        ),
+        ("plain text", "", "plain text", []),
+        ("<|channel|>analysis<|mess", "", "", []),
+    ],
+)
+def test_messages_of_gpt_oss(text, reasoning, content, calls):
+    expected = {"reasoning": reasoning, "content": content, "calls": calls}
+    assert read_alike(text, make=HarmonyReader, tools=TOOLS) == expected
+
+
+def test_a_call_of_gpt_oss_that_was_begun_for_the_model():
+    begun = " to=functions.weather<|channel|>commentary json<|message|>"
+    reader = HarmonyReader(tools=TOOLS, one_call=True, begun=begun)
+    pieces = reader.push('{"days": 1}<|call|> more')
+    assert pieces == [("call", "weather"), ("arguments", '{"days": 1}')] and reader.is_over and reader.num_calls == 1

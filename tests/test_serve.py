@@ -1,11 +1,13 @@
 """The HTTP server as a process on models/tiny: what is answered, what is refused, and what clients do to it."""
 
 import json
+from contextlib import closing
 
 import pytest
 
+from modes.serve import KV_SHARE, open_server
 from server.listen import open_socket
-from settings import EMBEDDED_SNAPSHOT
+from settings import EMBEDDED_SNAPSHOT, Settings
 from snapshot.config import read_config
 from snapshot.errors import Refused
 from snapshot.tokenizer import TextTokenizer
@@ -255,6 +257,20 @@ def test_metrics_for_prometheus(server):
     assert values["generated_tokens_total"] >= 4 and values["expert_hits_total"] > 0
     assert 1e8 < values["resident_memory_bytes"] < 2e9
     assert f'colibri_requests_total{{path="{LEGACY}",status="200"}}' in text
+
+
+def test_fewer_slots_where_the_budget_asks_for_it():
+    """A slot of this length takes a quarter of a GB; they may take a quarter of what the resident part leaves."""
+    variables = {"SERVE": "stdio", "CTX": "100000", "RAM_GB": "50"}
+    with closing(open_server(Settings.read([], variables))) as opened:
+        assert opened.plan.kv_slots == 4
+        slot, fixed = opened.plan.kv_bytes / 4, opened.plan.fixed_bytes - opened.plan.kv_bytes
+    for num_slots, factor in ((1, 0.5), (2, 2.5), (3, 3.5)):
+        budget = {"RAM_GB": str((fixed + max(1.5 * slot, factor * slot / KV_SHARE)) / 1e9)}
+        with closing(open_server(Settings.read([], variables | budget))) as opened:
+            assert opened.plan.kv_slots == num_slots
+    with closing(open_server(Settings.read([], variables | {"KV_SLOTS": "7"}))) as opened:
+        assert opened.plan.kv_slots == 7
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------

@@ -178,26 +178,40 @@ def test_eight_clients_for_a_minute():
         assert server.end() == 0
 
 
-def test_killed_and_started_again():
-    """kill -9 leaves nothing that keeps the next one from the same port; a key is asked for; a non-UTF-8 locale."""
+def test_killed_and_started_again(tmp_path):
+    """kill -9 leaves nothing that keeps the next one from the same port, and conversations with a name go on; a key is
+    asked for; the locale knows no UTF-8."""
     fields = QUICK | {"CTX": CONTEXT, "API_KEY": "sécret", "HOST": "0.0.0.0", "ALLOWED_HOSTS": "my.box,other"}
+    fields |= {"KVSAVE": 1, "XDG_CACHE_HOME": tmp_path, "KERNELS": "reference"}  # no kernels are compiled into that
     first = ServerProcess(LC_ALL="C", LANG="C", **fields)
     key = {"Authorization": "Bearer sécret".encode().decode("latin-1")}
-    url = f"{LEGACY}"
     body = {"prompt": "Æ 😀", "max_tokens": 3, "temperature": 0}
     assert first.get("/health")[0] == 200
     for wrong in ({}, {"Authorization": "Bearer sécre".encode().decode("latin-1")}, {"Authorization": "Basic x"}):
-        status, answer, headers = first.post(url, body, wrong)
+        status, answer, headers = first.post(LEGACY, body, wrong)
         assert status == 401 and answer["error"]["code"] == "invalid_api_key"
         assert headers["WWW-Authenticate"] == "Bearer"
-    answer = first.post(url, body, key)[1]["choices"]
+    answer = first.post(LEGACY, body, key)[1]["choices"]
     for _ in range(12):  # field case: a log line with such characters hung the server
-        assert first.post(url, body, key)[1]["choices"] == answer
-    assert first.get("/%C3%BC", {"Host": "my.box"} | key)[0] == 404 and first.get("/", {"Host": "evil"} | key)[0] == 403
+        assert first.post(LEGACY, body, key)[1]["choices"] == answer
+    assert first.get("/%C3%BC", {"Host": "my.box"} | key)[0] == 404
+    assert first.get("/", {"Host": "evil"} | key)[0] == 403
+
+    talk = [{"role": "user", "content": "Who art thou? Whence comest thou, and whither goest thou?"}]
+    options = {"max_tokens": 12, "temperature": 0}
+    named = options | {"prompt_cache_key": "mine/../ü"}
+    talk.append(first.post(CHAT, {"messages": talk} | named, key)[1]["choices"][0]["message"])
+    talk.append({"role": "user", "content": "And then?"})
+    expected = first.post(CHAT, {"messages": talk} | options, key)[1]["choices"]
     assert first.end(signal.SIGKILL) == -signal.SIGKILL
+
     second = ServerProcess(**fields | {"PORT": first.port})
     try:
-        assert second.port == first.port and second.post(url, body, key)[1]["choices"] == answer
+        assert second.port == first.port and second.post(LEGACY, body, key)[1]["choices"] == answer
+        found = second.post(CHAT, {"messages": talk} | named, key)[1]
+        assert found["choices"] == expected
+        assert found["usage"]["prompt_tokens_details"]["cached_tokens"] > found["usage"]["prompt_tokens"] // 2
+        assert any("[KV] conversation" in line and "resumed with" in line for line in second.lines)
     finally:
         assert second.end(signal.SIGINT) == 0
 
@@ -211,32 +225,6 @@ def test_told_to_end_in_the_middle_of_an_answer():
             data += piece
     assert b"shutting_down" in data and data.rstrip().endswith(b"0")  # the last chunk: the stream is whole
     assert any("[serve] ended" in line for line in server.lines)
-
-
-def test_a_conversation_with_a_name_survives_a_restart(tmp_path):
-    variables = QUICK | {"KVSAVE": 1, "XDG_CACHE_HOME": tmp_path, "CTX": CONTEXT, "KERNELS": "reference"}
-    first = ServerProcess(**variables)
-    talk = [{"role": "user", "content": "Who art thou? Whence comest thou, and whither goest thou?"}]
-    fields = {"max_tokens": 12, "temperature": 0, "prompt_cache_key": "mine/../ü"}
-    try:
-        answer = first.post(CHAT, {"messages": talk} | fields)[1]["choices"][0]["message"]
-        talk += [answer, {"role": "user", "content": "And then?"}]
-        expected = chat_again(first, talk, fields | {"prompt_cache_key": None})[0]
-    finally:
-        assert first.end() == 0
-    second = ServerProcess(**variables)
-    try:
-        found, usage = chat_again(second, talk, fields)
-        assert found == expected
-        assert usage["prompt_tokens_details"]["cached_tokens"] > usage["prompt_tokens"] // 2
-        assert any("[KV] conversation" in line and "resumed with" in line for line in second.lines)
-    finally:
-        assert second.end() == 0
-
-
-def chat_again(server, talk, fields):
-    body = server.post(CHAT, {"messages": talk} | fields)[1]
-    return body["choices"][0]["message"], body["usage"]
 
 
 SMOLLM = ROOT / "models" / "smollm"
