@@ -104,7 +104,7 @@ def test_the_script_prints_the_plan_that_the_engine_obeys(run_colibri, arguments
     command = [sys.executable, str(ROOT / "scripts" / "plan.py"), str(EMBEDDED_SNAPSHOT), *arguments]
     script = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
     printed = subprocess.run([*command, "--json"], env=environ, capture_output=True, text=True, check=True)
-    engine = run_colibri(*arguments, PROMPT="x", NGEN=1, RAM_GB=1, CTX=512).stderr.decode()
+    engine = run_colibri(*arguments, PROMPT="x", NGEN=1, RAM_GB=1, CTX=512, is_new=True).stderr.decode()
     lines = script.stdout.splitlines()[:2]
     assert [line for line in engine.splitlines() if line.startswith("[plan]")] == lines
     plan = json.loads(printed.stdout)
@@ -131,7 +131,8 @@ def test_the_promise(run_colibri, tmp_path_factory, tmp_path, ram_gb, bits):
     if not folder.exists():
         script = [sys.executable, str(ROOT / "scripts" / "make_synthetic.py"), "small", str(folder)]
         subprocess.run([*script, "--moe-width", "1024", "--format", "bf16", "--report-tokens", "0"], check=True)
-    process = run_colibri(0, bits, bits, SNAP=folder, REPLAY=1, RAM_GB=ram_gb, REPORT=tmp_path / "r.json", timeout=900)
+    variables = dict(SNAP=folder, REPLAY=1, RAM_GB=ram_gb, REPORT=tmp_path / "r.json")
+    process = run_colibri(0, bits, bits, is_new=True, timeout=900, **variables)
     if process.returncode == 2:
         assert re.search(rb"need 0\.\d+ GB with one expert slot per layer .* have 0\.\d+ GB", process.stderr)
         assert ram_gb < 0.5, process.stderr
