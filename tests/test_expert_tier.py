@@ -79,6 +79,7 @@ def test_after_other_prompts(load, same):
     same(model)
 
 
+@pytest.mark.slow
 def test_history_deleted_kept_and_swapped(run_colibri, tmp_path):
     """Three processes of one prompt; then one begins with the history of another text."""
 

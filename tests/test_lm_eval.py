@@ -286,6 +286,7 @@ def test_the_small_tasks_through_lm_eval(evaluation):
     assert last["cut"] == 0 and last["prefix"] == "[gMASK]<sop>" and last["model"] == "tiny"
 
 
+@pytest.mark.slow
 @needs_lm_eval
 def test_limit_shots_and_the_chat_template():
     process = run_script(
@@ -336,6 +337,7 @@ LOCAL_COMPLETIONS = """if 1:
     """
 
 
+@pytest.mark.slow
 @needs_lm_eval
 @pytest.mark.parametrize("prefix", [0, 1])
 def test_local_completions_against_a_server_gives_the_same(evaluation, text_folder, prefix):

@@ -52,6 +52,7 @@ def run(capsys, *arguments):
     return code, out.splitlines(), err.splitlines()
 
 
+@pytest.mark.slow
 def test_fewer_bits_cost_more_and_rounded_activations_little(texts, capsys):
     names = "int8-g64 int4-g64 int4-g64:max int4-row int2-g64".split()
     code, out, _ = run(capsys, "--texts", texts, "--tokens", TOKENS, "--json", "--formats", *names)

@@ -78,6 +78,7 @@ def test_the_index_loss_is_zero_for_a_perfect_indexer():
     assert float(index_loss([(perfect, attention), (None, attention.flip(-1).tril())])) > 0.05
 
 
+@pytest.mark.slow
 def test_a_short_training_makes_a_snapshot_that_the_engine_runs(load, tmp_path):
     torch.manual_seed(0)
     words = ["the", "king", "said", "unto", "all", "his", "men", "go", "forth", "and", "speak"]
