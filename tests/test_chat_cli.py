@@ -366,9 +366,11 @@ class Keyboard:
         self.secondary, self.shown = secondary, b""
 
     def press_until(self, key, pattern):
-        """Type a key until the pattern is shown -> as wait_for. readline waits for the next key when a signal comes
-        just before it begins to wait."""
-        for _ in range(30):
+        """Type a key until the pattern is shown -> as wait_for. A Ctrl-C forgets what was typed before it, and readline,
+        which has seen that there is more, waits for it without looking at signals: a letter frees it."""
+        for turn in range(30):
+            if turn:
+                self.type(b"x")
             self.type(key)
             while not re.search(pattern, self.shown) and select.select([self.primary], [], [], 2)[0]:
                 self.shown += os.read(self.primary, 4096)
@@ -379,7 +381,7 @@ class Keyboard:
     def wait_for(self, pattern):
         """Read until the pattern is shown; what was shown up to its end is forgotten -> it."""
         while not (match := re.search(pattern, self.shown, re.DOTALL)):
-            assert select.select([self.primary], [], [], 60)[0], self.shown
+            assert select.select([self.primary], [], [], 60)[0], (self.shown, self.process.poll())
             self.shown += os.read(self.primary, 4096)
         before, self.shown = self.shown[: match.end()], self.shown[match.end() :]
         return before
@@ -427,6 +429,7 @@ def test_a_chat_on_a_terminal(keyboard):
     keyboard.type(b"stats\n")
     keyboard.wait_for(rb"\[stats\] 2 answers.*> ")
     keyboard.type(b"half a mess")
+    keyboard.wait_for(rb"half a mess")
     assert b"Traceback" not in keyboard.press_until(b"\x03", rb"goodbye")
     assert keyboard.process.wait(timeout=60) == 0
 
