@@ -366,7 +366,7 @@ class Keyboard:
         self.secondary, self.shown = secondary, b""
 
     def press_until(self, key, pattern):
-        """Type a key until the pattern is shown -> as wait_for. A Ctrl-C forgets what was typed before it, and readline,
+        """Type a key until the pattern is shown -> as wait_for. Ctrl-C forgets what was typed before it, and readline,
         which has seen that there is more, waits for it without looking at signals: a letter frees it."""
         for turn in range(30):
             if turn:
