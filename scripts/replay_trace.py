@@ -45,19 +45,11 @@ PHASES = "decode", "prefill"
 class GlobalLru(LeastRecentlyUsed):
     """All layers in one, but for the floor."""
 
-    def __init__(self, layers, num_experts, floor):
-        super().__init__(layers, num_experts, floor)
-        self.floor = floor
-
     def victim(self, protected, layer=None):
         """As of ExpertPolicy: from layers with more than `floor` residents, or the asking one."""
-        candidates = []
-        for other, residents in self.residents.items():
-            if len(residents) > self.floor or other == layer:
-                first = next((expert for expert in residents if (other, expert) not in protected), None)
-                if first is not None:
-                    candidates.append((self.score((other, first)), other, first))
-        return min(candidates)[1:] if candidates else None
+        layers = [other for other, held in self.residents.items() if len(held) > self.floor or other == layer]
+        keys = [key for other in layers if (key := self.oldest(other, protected)) is not None]
+        return min(keys, key=lambda key: (self.score(key), key), default=None)
 
 
 class AgedLfu(ExpertPolicy):

@@ -19,7 +19,6 @@ LeastRecentlyUsed is the reference: a partition by layers, and in each the exper
 
 import math
 from bisect import insort
-from collections import OrderedDict
 
 RECENT, STEADY = 4, 512  # half-lives, tokens
 RECENT_WEIGHT = 8.0
@@ -172,34 +171,37 @@ class LeastRecentlyUsed:
     def __init__(self, layers, num_experts, floor):
         """As of ExpertPolicy; equal shares are above any floor."""
         self.floor = floor
-        self.residents = {layer: OrderedDict() for layer in layers}  # expert: None, the next to go first
+        self.residents = {layer: set() for layer in layers}
         self.last_used, self.calls = {}, 0
 
     def used(self, layer, uses, chunk_rows):
-        residents, self.calls = self.residents[layer], self.calls + 1
+        self.calls += 1
         for expert in uses:
             self.last_used[layer, expert] = self.calls
-            if expert in residents:
-                residents.move_to_end(expert)
 
     def not_used(self, layer, uses):
         """A use is a use: the expert was there last all the same."""
 
     def admit(self, key):
         layer, expert = key
-        self.residents[layer][expert] = None
+        self.residents[layer].add(expert)
 
     def evict(self, key):
         layer, expert = key
-        del self.residents[layer][expert]
+        self.residents[layer].remove(expert)
 
     def victim(self, protected, layer=None):
         """From the layer with the most residents, the asking one if it is among them: so shares become equal."""
         for candidate in sorted(self.residents, key=lambda other: (-len(self.residents[other]), other != layer)):
-            for expert in self.residents[candidate]:
-                if (candidate, expert) not in protected:
-                    return candidate, expert
+            if (key := self.oldest(candidate, protected)) is not None:
+                return key
         return None
+
+    def oldest(self, layer, protected):
+        """The resident of a layer that was used longest ago, or None. Of those used at once the lowest key, whichever
+        came from disk first."""
+        keys = [key for expert in self.residents[layer] if (key := (layer, expert)) not in protected]
+        return min(keys, key=lambda key: (self.score(key), key), default=None)
 
     def score(self, key, more_rows=0):
         """The number of the last use: what was used later stays longer."""

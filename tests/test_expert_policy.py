@@ -183,3 +183,17 @@ def test_the_order_does_not_depend_on_when_one_asks(make_policy, steps):
             policy.used(layer, {expert: 1}, rows)
         asked.victim((), layer)
     assert order(asked) == order(quiet)
+
+
+@BOTH
+@given(keys=st.lists(KEYS, unique=True), used=st.lists(KEYS), data=st.data())
+def test_the_order_does_not_depend_on_what_came_from_disk_first(make_policy, keys, used, data):
+    orders = []
+    for landed in (keys, data.draw(st.permutations(keys))):
+        policy = make_policy(LAYERS, NUM_EXPERTS, 1)
+        for layer, expert in used:
+            policy.used(layer, {expert: 1}, 1)
+        for key in landed:
+            policy.admit(key)
+        orders.append(order(policy))
+    assert orders[0] == orders[1]
