@@ -47,12 +47,15 @@ def no_leaks():
         folder = Path("/proc/self/fd")  # Linux alone
         return {os.path.realpath(fd) for fd in folder.iterdir()} if folder.exists() else set()
 
+    def leaked():
+        names = [name for name in open_files() - files if name.endswith((".safetensors", ".json"))]
+        return names, max(0, threading.active_count() - threads)
+
     files, threads = open_files(), threading.active_count()
     yield
-    gc.collect()
-    leaked = [name for name in open_files() - files if name.endswith((".safetensors", ".json"))]
-    assert not leaked, f"files left open: {leaked}"
-    assert threading.active_count() <= threads, "threads left running"
+    if any(leaked()):
+        gc.collect()  # 0.15 s: only where something may be held by what refers to itself
+    assert leaked() == ([], 0), "(files left open, threads left running)"
 
 
 @pytest.fixture(scope="session")

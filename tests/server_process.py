@@ -19,6 +19,13 @@ CHAT, LEGACY = "/v1/chat/completions", "/v1/completions"
 QUICK = {"THREADS": 1}
 
 
+def wait_for(condition, seconds=10):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.05)
+
+
 class Requests:
     """To a server at self.url, which listens at self.port."""
 

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from tests.conftest import ROOT
-from tests.server_process import CHAT, LEGACY, QUICK, ServerProcess, chat, complete
+from tests.server_process import CHAT, LEGACY, QUICK, ServerProcess, chat, complete, wait_for
 
 CONTEXT = 512
 
@@ -108,13 +108,6 @@ def test_a_reader_that_does_not_read_holds_up_nobody(server):
         complete(server, max_tokens=2)
         assert time.monotonic() - started < 10
     server.wait_until_idle(5)
-
-
-def wait_for(condition, seconds=10):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.05)
 
 
 def restless_client(server, number, seconds, failures):

@@ -24,7 +24,7 @@ from settings import EMBEDDED_SNAPSHOT, Settings
 from snapshot.config import read_config
 from snapshot.expert_cache import CacheCounters
 from snapshot.tokenizer import TextTokenizer
-from tests.server_process import CHAT, LEGACY, Requests
+from tests.server_process import CHAT, LEGACY, Requests, wait_for
 
 CONFIG = read_config(EMBEDDED_SNAPSHOT)[0]
 TOKENIZER = TextTokenizer(EMBEDDED_SNAPSHOT, CONFIG)
@@ -285,16 +285,14 @@ def test_signs_of_life_during_a_long_prefill(scripted):
 
 @pytest.mark.parametrize("is_stream", [True, False])
 def test_whoever_goes_away_ends_the_job(scripted, is_stream):
-    gone = threading.Event()
-
     def wait(job):
         for _ in range(100):
             if job.cancelled:
-                gone.set()
                 return
             time.sleep(0.05)
 
     scripted.scheduler.script = ["some", wait, "stop"]
+    jobs, before = scripted.scheduler.jobs, len(scripted.scheduler.jobs)
     data = json.dumps(ASK | {"stream": is_stream}).encode()
     with scripted.connect() as connection:
         head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
@@ -303,7 +301,7 @@ def test_whoever_goes_away_ends_the_job(scripted, is_stream):
             connection.recv(1000)
         else:
             time.sleep(0.2)
-    assert gone.wait(5)
+    wait_for(lambda: len(jobs) > before and jobs[-1].cancelled)
     wait_for(lambda: 'colibri_answers_total{reason="cancelled"}' in scripted.get("/metrics")[1])
     if not is_stream:
         wait_for(lambda: any(" 499 " in line for line in scripted.lines))
@@ -330,13 +328,6 @@ def test_prompts_that_find_the_queue_full_are_tried_again(scripted):
         opener.join()
         scripted.scheduler.full = scripted.scheduler.limit = None
     assert status == 200 and [choice["text"] for choice in body["choices"]] == ["now", "later", "later"]
-
-
-def wait_for(condition, seconds=5):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.05)
 
 
 @contextmanager
