@@ -25,7 +25,7 @@ AVX512 = (*AVX2, "avx512f", "avx512bw", "avx512dq", "avx512vl")
 NEON = ("asimd",)
 NEONDOT = (*NEON, "asimddp")
 VARIANTS = {
-    "avx512amx": (*AVX512, "avx512vnni", "amx-tile", "amx-int8"),
+    "avx512amx": (*AVX512, "avx512vnni", "gfni", "amx-tile", "amx-int8"),
     "avx512vnni": (*AVX512, "avx512vnni"),
     "avx512": AVX512,
     "avx2": AVX2,

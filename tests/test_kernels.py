@@ -378,7 +378,7 @@ def test_the_best_set_of_instructions(monkeypatch):
         (set(AVX2), "avx2"),
         (set(AVX512), "avx512"),
         ({*AVX512, "avx512vnni"}, "avx512vnni"),
-        ({*AVX512, "avx512vnni", "amx-tile", "amx-int8"}, "avx512amx"),
+        ({*AVX512, "avx512vnni", "gfni", "amx-tile", "amx-int8"}, "avx512amx"),
     ]:
         monkeypatch.setattr("kernels.build.processor_flags", lambda has=has: has)
         assert usable_variants()[0] == best

@@ -4,7 +4,7 @@
  * (fused multiply-add included), so results are equal bit by bit whichever set of instructions runs them.
  *
  * One of AVX512AMX, AVX512VNNI, AVX512, AVX2, NEONDOT, NEON or none (plain C) is defined by the build for each copy of
- * the kernels. AVX512AMX is AVX512VNNI and tiles for many rows (integer.inc).
+ * the kernels. AVX512AMX is AVX512VNNI and GFNI, and tiles for many rows (integer.inc).
  */
 #pragma once
 #ifdef AVX512AMX
@@ -82,41 +82,51 @@ INLINE vi dot7(vi acc, vb u, vb s) { /* the same for unsigned bytes up to 127 */
 #endif
 }
 
-/* Sums of 16 vectors -> one vector, lane k the sum of v[k]. */
-INLINE vi vi_sums(const vi *v) {
-    vi q[4];
-    for (int i = 0; i < 4; i++) {
-        const vi *a = v + 4 * i;
-        vi p0 = _mm512_add_epi32(_mm512_unpacklo_epi32(a[0], a[1]), _mm512_unpackhi_epi32(a[0], a[1]));
-        vi p1 = _mm512_add_epi32(_mm512_unpacklo_epi32(a[2], a[3]), _mm512_unpackhi_epi32(a[2], a[3]));
-        q[i] = _mm512_add_epi32(_mm512_unpacklo_epi64(p0, p1), _mm512_unpackhi_epi64(p0, p1));
+/* The products of two pairs of vectors, unsigned bytes up to 15: four of each to a lane. */
+INLINE vi dot_two(vb u0, vb s0, vb u1, vb s1) {
+#ifdef AVX512VNNI
+    return _mm512_dpbusd_epi32(_mm512_dpbusd_epi32(_mm512_setzero_si512(), u0, s0), u1, s1);
+#else
+    vi pairs = _mm512_add_epi16(_mm512_maddubs_epi16(u0, s0), _mm512_maddubs_epi16(u1, s1));
+    return _mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
+#endif
+}
+
+/* Four vectors -> one whose 128 bits at each place hold the sums of the four lanes there of v[0], v[1], v[2], v[3].
+ * small: no sum of two lanes is beyond 16 bits, so two vectors go into one and pairs are added by one instruction. */
+INLINE vi four_sums(const vi *v, int small) {
+    if (small) {
+        const __m512i ones = _mm512_set1_epi16(1);
+        vi p0 = _mm512_madd_epi16(_mm512_packs_epi32(v[0], v[1]), ones);
+        vi p1 = _mm512_madd_epi16(_mm512_packs_epi32(v[2], v[3]), ones);
+        return _mm512_madd_epi16(_mm512_packs_epi32(p0, p1), ones);
     }
+    vi p0 = _mm512_add_epi32(_mm512_unpacklo_epi32(v[0], v[1]), _mm512_unpackhi_epi32(v[0], v[1]));
+    vi p1 = _mm512_add_epi32(_mm512_unpacklo_epi32(v[2], v[3]), _mm512_unpackhi_epi32(v[2], v[3]));
+    return _mm512_add_epi32(_mm512_unpacklo_epi64(p0, p1), _mm512_unpackhi_epi64(p0, p1));
+}
+
+/* Sums of 16 vectors -> one vector, lane k the sum of v[k]. small: no sum of two lanes is beyond 16 bits. */
+INLINE vi vi_sums(const vi *v, int small) {
+    vi q[4];
+    for (int i = 0; i < 4; i++) q[i] = four_sums(v + 4 * i, small);
     vi r0 = _mm512_add_epi32(_mm512_shuffle_i32x4(q[0], q[1], 0x88), _mm512_shuffle_i32x4(q[0], q[1], 0xdd));
     vi r1 = _mm512_add_epi32(_mm512_shuffle_i32x4(q[2], q[3], 0x88), _mm512_shuffle_i32x4(q[2], q[3], 0xdd));
     return _mm512_add_epi32(_mm512_shuffle_i32x4(r0, r1, 0x88), _mm512_shuffle_i32x4(r0, r1, 0xdd));
 }
 
-/* Half sums of 8 vectors: lane 2k the sum of the lower half of v[k], lane 2k + 1 of the upper half. */
+/* Half sums of 8 vectors, small ones: lane 2k the sum of the lower half of v[k], lane 2k + 1 of the upper half. */
 INLINE vi vi_half_sums(const vi *v) {
-    vi q[2];
-    for (int i = 0; i < 2; i++) {
-        const vi *a = v + 4 * i;
-        vi p0 = _mm512_add_epi32(_mm512_unpacklo_epi32(a[0], a[1]), _mm512_unpackhi_epi32(a[0], a[1]));
-        vi p1 = _mm512_add_epi32(_mm512_unpacklo_epi32(a[2], a[3]), _mm512_unpackhi_epi32(a[2], a[3]));
-        q[i] = _mm512_add_epi32(_mm512_unpacklo_epi64(p0, p1), _mm512_unpackhi_epi64(p0, p1));
-    }
-    vi r = _mm512_add_epi32(_mm512_shuffle_i32x4(q[0], q[1], 0x88), _mm512_shuffle_i32x4(q[0], q[1], 0xdd));
+    vi q0 = four_sums(v, 1), q1 = four_sums(v + 4, 1);
+    vi r = _mm512_add_epi32(_mm512_shuffle_i32x4(q0, q1, 0x88), _mm512_shuffle_i32x4(q0, q1, 0xdd));
     const vi order = _mm512_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15);
     return _mm512_permutexvar_epi32(order, r);
 }
 
-/* Quarter sums of 4 vectors: lane 4k + j the sum of quarter j of v[k]. */
+/* Quarter sums of 4 vectors, small ones: lane 4k + j the sum of quarter j of v[k]. */
 INLINE vi vi_quarter_sums(const vi *v) {
-    vi p0 = _mm512_add_epi32(_mm512_unpacklo_epi32(v[0], v[1]), _mm512_unpackhi_epi32(v[0], v[1]));
-    vi p1 = _mm512_add_epi32(_mm512_unpacklo_epi32(v[2], v[3]), _mm512_unpackhi_epi32(v[2], v[3]));
-    vi q = _mm512_add_epi32(_mm512_unpacklo_epi64(p0, p1), _mm512_unpackhi_epi64(p0, p1));
     const vi order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-    return _mm512_permutexvar_epi32(order, q);
+    return _mm512_permutexvar_epi32(order, four_sums(v, 1));
 }
 
 /* Transpose 16 vectors of 16 int32. */
@@ -239,32 +249,45 @@ INLINE __m256i dot7x32(__m256i acc, __m256i u, __m256i s) {
 }
 INLINE vi dot7(vi acc, vb u, vb s) { return PAIR(vi, dot7x32(acc.a, u.a, s.a), dot7x32(acc.b, u.b, s.b)); }
 
-INLINE __m128i halves(__m256i x) { return _mm_add_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1)); }
-INLINE __m128i sums4(__m128i a, __m128i b, __m128i c, __m128i d) {
-    return _mm_hadd_epi32(_mm_hadd_epi32(a, b), _mm_hadd_epi32(c, d));
+INLINE __m256i dot_two32(__m256i u0, __m256i s0, __m256i u1, __m256i s1) {
+    __m256i pairs = _mm256_add_epi16(_mm256_maddubs_epi16(u0, s0), _mm256_maddubs_epi16(u1, s1));
+    return _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
 }
-INLINE __m256i join(__m128i a, __m128i b) { return _mm256_inserti128_si256(_mm256_castsi128_si256(a), b, 1); }
-INLINE __m128i whole(vi x) { return halves(_mm256_add_epi32(x.a, x.b)); }
-INLINE vi vi_sums(const vi *v) {
-    __m128i q[4];
+INLINE vi dot_two(vb u0, vb s0, vb u1, vb s1) {
+    return PAIR(vi, dot_two32(u0.a, s0.a, u1.a, s1.a), dot_two32(u0.b, s0.b, u1.b, s1.b));
+}
+
+/* Four vectors -> one whose halves hold the sums of the four lanes there of a, b, c, d. */
+INLINE __m256i four_sums(__m256i a, __m256i b, __m256i c, __m256i d, int small) {
+    if (small) {
+        const __m256i ones = _mm256_set1_epi16(1);
+        __m256i p0 = _mm256_madd_epi16(_mm256_packs_epi32(a, b), ones);
+        __m256i p1 = _mm256_madd_epi16(_mm256_packs_epi32(c, d), ones);
+        return _mm256_madd_epi16(_mm256_packs_epi32(p0, p1), ones);
+    }
+    return _mm256_hadd_epi32(_mm256_hadd_epi32(a, b), _mm256_hadd_epi32(c, d));
+}
+/* The lower halves of x and y, and the upper ones, added. */
+INLINE __m256i halves(__m256i x, __m256i y) {
+    return _mm256_add_epi32(_mm256_permute2x128_si256(x, y, 0x20), _mm256_permute2x128_si256(x, y, 0x31));
+}
+INLINE __m256i whole(vi x) { return _mm256_add_epi32(x.a, x.b); }
+INLINE vi vi_sums(const vi *v, int small) {
+    __m256i q[4];
     for (int i = 0; i < 4; i++)
-        q[i] = sums4(whole(v[4 * i]), whole(v[4 * i + 1]), whole(v[4 * i + 2]), whole(v[4 * i + 3]));
-    return PAIR(vi, join(q[0], q[1]), join(q[2], q[3]));
+        q[i] = four_sums(whole(v[4 * i]), whole(v[4 * i + 1]), whole(v[4 * i + 2]), whole(v[4 * i + 3]), small);
+    return PAIR(vi, halves(q[0], q[1]), halves(q[2], q[3]));
 }
 INLINE vi vi_half_sums(const vi *v) {
-    __m128i q[4];
-    for (int i = 0; i < 4; i++) {
-        const vi *x = v + 2 * i;
-        q[i] = sums4(halves(x[0].a), halves(x[0].b), halves(x[1].a), halves(x[1].b));
-    }
-    return PAIR(vi, join(q[0], q[1]), join(q[2], q[3]));
+    __m256i q[4];
+    for (int i = 0; i < 4; i++) q[i] = four_sums(v[2 * i].a, v[2 * i].b, v[2 * i + 1].a, v[2 * i + 1].b, 1);
+    return PAIR(vi, halves(q[0], q[1]), halves(q[2], q[3]));
 }
+/* Lane 4k + j is quarter j of v[k]: of v[k].a the lower half, the upper half, the same of v[k].b. */
 INLINE vi vi_quarter_sums(const vi *v) {
-    __m128i q[4];
-    for (int i = 0; i < 4; i++)
-        q[i] = sums4(_mm256_castsi256_si128(v[i].a), _mm256_extracti128_si256(v[i].a, 1),
-                     _mm256_castsi256_si128(v[i].b), _mm256_extracti128_si256(v[i].b, 1));
-    return PAIR(vi, join(q[0], q[1]), join(q[2], q[3]));
+    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+    __m256i x = four_sums(v[0].a, v[0].b, v[1].a, v[1].b, 1), y = four_sums(v[2].a, v[2].b, v[3].a, v[3].b, 1);
+    return PAIR(vi, _mm256_permutevar8x32_epi32(x, order), _mm256_permutevar8x32_epi32(y, order));
 }
 INLINE void transpose8(__m256i *r) {
     __m256i t[8];
@@ -354,12 +377,13 @@ INLINE vi dot(vi acc, vb u, vb s) {
     return acc;
 }
 #define dot7 dot
+INLINE vi dot_two(vb u0, vb s0, vb u1, vb s1) { return dot(dot(vi_zero(), u0, s0), u1, s1); }
 INLINE int32_t sum_of(const vi *v, int from, int count) {
     int32_t sum = 0;
     for (int i = from; i < from + count; i++) sum += v->x[i];
     return sum;
 }
-INLINE vi vi_sums(const vi *v) { LANES(vi, sum_of(v + i, 0, 16)); }
+INLINE vi vi_sums(const vi *v, int small) { (void)small; LANES(vi, sum_of(v + i, 0, 16)); }
 INLINE vi vi_half_sums(const vi *v) { LANES(vi, sum_of(v + i / 2, i % 2 * 8, 8)); }
 INLINE vi vi_quarter_sums(const vi *v) { LANES(vi, sum_of(v + i / 4, i % 4 * 4, 4)); }
 INLINE void vi_transpose(vi *r) {
@@ -397,6 +421,15 @@ INLINE float vf_sum(vf a) {
     for (int n = 8; n; n /= 2)
         for (int i = 0; i < n; i++) x[i] += x[i + n];
     return x[0];
+#endif
+}
+
+/* The upper four bits of each byte. */
+INLINE vb vb_upper(vb a) {
+#ifdef AVX512AMX
+    return _mm512_gf2p8affine_epi64_epi8(a, _mm512_set1_epi64(0x1020408000000000), 0); /* bit i is bit i + 4 */
+#else
+    return vb_and(vb_shift(a, 4), 15);
 #endif
 }
 

@@ -95,6 +95,7 @@ INLINE int32x4_t dot7x4(int32x4_t acc, uint8x16_t u, int8x16_t s) { /* two produ
 #define DOT(f, part) f(acc.part, u.part, vreinterpretq_s8_u8(s.part))
 INLINE vi dot(vi acc, vb u, vb s) { return (vi){DOT(dot4, a), DOT(dot4, b), DOT(dot4, c), DOT(dot4, d)}; }
 INLINE vi dot7(vi acc, vb u, vb s) { return (vi){DOT(dot7x4, a), DOT(dot7x4, b), DOT(dot7x4, c), DOT(dot7x4, d)}; }
+INLINE vi dot_two(vb u0, vb s0, vb u1, vb s1) { return dot7(dot7(vi_zero(), u0, s0), u1, s1); }
 
 /* The sums of four registers. */
 INLINE int32x4_t sums4(int32x4_t a, int32x4_t b, int32x4_t c, int32x4_t d) {
@@ -107,7 +108,7 @@ INLINE int32x4_t half_sums(const vi *v) {
     return sums4(x, y, vaddq_s32(v[1].a, v[1].b), vaddq_s32(v[1].c, v[1].d));
 }
 INLINE int32x4_t quarter_sums(const vi *v) { return sums4(v->a, v->b, v->c, v->d); }
-INLINE vi vi_sums(const vi *v) { return FOUR_FROM(vi, whole_sums, v, 4); }
+INLINE vi vi_sums(const vi *v, int small) { (void)small; return FOUR_FROM(vi, whole_sums, v, 4); }
 INLINE vi vi_half_sums(const vi *v) { return FOUR_FROM(vi, half_sums, v, 2); }
 INLINE vi vi_quarter_sums(const vi *v) { return FOUR_FROM(vi, quarter_sums, v, 1); }
 
