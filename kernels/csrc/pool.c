@@ -1,6 +1,7 @@
-/* A small pool of threads. Work is handed out in pieces from a counter: on a shared machine a thread may be 20 times slower
- * than another for a moment, and an even split would wait for it. Idle threads watch for work a few microseconds, then
- * sleep. One job at a time; a caller that finds the pool busy does its pieces alone. */
+/* A small pool of threads. Work is handed out in pieces: each thread takes those of its own range, one after the other, so
+ * that what it fetches ahead of a piece is the start of its next one; then it helps with the ranges of the others, for on a
+ * shared machine a thread may be 20 times slower than another for a moment. Idle threads watch for work a few
+ * microseconds, then sleep. One job at a time; a caller that finds the pool busy does its pieces alone. */
 #define _GNU_SOURCE
 #include "pool.h"
 
@@ -22,8 +23,11 @@ static atomic_uint open_job;       /* number of the job that workers may join, 0
 static atomic_int inside;          /* workers that have joined, or are about to look whether they may */
 static piece_t job_work;
 static void *job_context;
-static int64_t job_pieces;
-static atomic_int_fast64_t next_piece;
+static int job_ranges;
+static struct {
+    _Alignas(64) atomic_int_fast64_t next; /* a cache line each */
+    int64_t stop;
+} ranges[MAX_THREADS];
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 
 static inline void pause_briefly(void) {
@@ -32,11 +36,15 @@ static inline void pause_briefly(void) {
 #endif
 }
 
-static void take_pieces(piece_t work, void *context, int64_t pieces) {
-    for (;;) {
-        int64_t piece = atomic_fetch_add_explicit(&next_piece, 1, memory_order_relaxed);
-        if (piece >= pieces) return;
-        work(context, piece);
+/* The pieces of range number `own`, then what is left of the next ones. */
+static void take_pieces(int own) {
+    for (int i = 0; i < job_ranges; i++) {
+        int range = (own + i) % job_ranges;
+        for (;;) {
+            int64_t piece = atomic_fetch_add_explicit(&ranges[range].next, 1, memory_order_relaxed);
+            if (piece >= ranges[range].stop) break;
+            job_work(job_context, piece);
+        }
     }
 }
 
@@ -45,8 +53,7 @@ static int is_new(unsigned seen) {
     return now && now != seen;
 }
 
-static void *worker(void *unused) {
-    (void)unused;
+static void *worker(void *number) {
     unsigned seen = 0;
     for (;;) {
         for (int i = 0; i < WATCH && !is_new(seen); i++) pause_briefly();
@@ -63,7 +70,7 @@ static void *worker(void *unused) {
         unsigned now = atomic_load(&open_job);
         if (now && now != seen) {
             seen = now;
-            take_pieces(job_work, job_context, job_pieces);
+            if ((intptr_t)number < job_ranges) take_pieces((int)(intptr_t)number);
         }
         atomic_fetch_sub(&inside, 1);
     }
@@ -92,7 +99,7 @@ void set_threads(int threads) {
         pthread_attr_init(&attributes);
         pthread_attr_setstacksize(&attributes, STACK_BYTES);
         pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
-        int failed = pthread_create(&thread, &attributes, worker, NULL);
+        int failed = pthread_create(&thread, &attributes, worker, (void *)(intptr_t)(workers + 1));
         pthread_attr_destroy(&attributes);
         if (failed) break;
         workers++;
@@ -106,14 +113,17 @@ void run_pieces(piece_t work, void *context, int64_t pieces) {
         return;
     }
     static unsigned last;
-    job_work = work, job_context = context, job_pieces = pieces;
-    atomic_store(&next_piece, 0);
+    job_work = work, job_context = context, job_ranges = pieces < wanted ? (int)pieces : wanted;
+    for (int i = 0; i < job_ranges; i++) {
+        atomic_store_explicit(&ranges[i].next, pieces * i / job_ranges, memory_order_relaxed);
+        ranges[i].stop = pieces * (i + 1) / job_ranges;
+    }
     last = last + 1 ? last + 1 : 1;
     pthread_mutex_lock(&lock);
     atomic_store(&open_job, last);
     if (sleeping) pthread_cond_broadcast(&wake);
     pthread_mutex_unlock(&lock);
-    take_pieces(work, context, pieces);
+    take_pieces(0);
     atomic_store(&open_job, 0);
     for (int i = 0; atomic_load(&inside); i++)
         if (i < WATCH) pause_briefly(); else sched_yield();
