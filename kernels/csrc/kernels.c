@@ -73,7 +73,7 @@ static int prepare(prepared_t *out, const weight_t *w, const float *x, int64_t c
     return 0;
 }
 
-/* For MATRICES: rows[starts[g]] up to rows[starts[g + 1]] of each group in blocks, where there are FEW or more. */
+/* For MATRICES: rows[starts[g]] up to rows[starts[g + 1]] of each group in blocks, where there are FEW_CODES or more. */
 typedef struct {
     acts_t *acts;
     const int64_t *rows, *starts;
@@ -82,7 +82,7 @@ typedef struct {
 
 INLINE int64_t blocks_of(const int64_t *starts, int64_t group) {
     int64_t count = starts[group + 1] - starts[group];
-    return count < FEW ? 0 : (count + BLOCK_ROWS - 1) / BLOCK_ROWS;
+    return count < FEW_CODES ? 0 : (count + BLOCK_ROWS - 1) / BLOCK_ROWS;
 }
 INLINE int64_t blocks_before(const int64_t *starts, int64_t group) {
     int64_t blocks = 0;
@@ -191,7 +191,7 @@ static void linear_piece(void *context, int64_t piece) {
 static int linear(const linear_t *c) {
     prepared_t p;
     if (!c->count) return 0;
-    if (prepare(&p, c->weight, c->x, c->count, c->x_stride, c->count < FEW ? STREAMS : TILES)) return 1;
+    if (prepare(&p, c->weight, c->x, c->count, c->x_stride, c->count < FEW_CODES ? STREAMS : TILES)) return 1;
     int64_t few[FEW], *rows = c->count <= FEW ? few : malloc((size_t)(8 * c->count));
     if (!rows) {
         free_prepared(&p);
