@@ -74,23 +74,18 @@ INLINE vi dot(vi acc, vb u, vb s) {
 #endif
 }
 
-INLINE vi dot7(vi acc, vb u, vb s) { /* the same for unsigned bytes up to 127 */
+/* The same for unsigned bytes up to 15, up to eight times in a row:
+ *     p = dot15_start(acc); p = dot15(p, u, s); ... acc = dot15_end(acc, p)
+ * Where pairs are added with 16 bits first, that is done for all of them. */
 #ifdef AVX512VNNI
-    return _mm512_dpbusd_epi32(acc, u, s);
+#define dot15 dot
+#define dot15_start(acc) (acc)
+#define dot15_end(acc, p) (p)
 #else
-    return _mm512_add_epi32(acc, _mm512_madd_epi16(_mm512_maddubs_epi16(u, s), _mm512_set1_epi16(1)));
+#define dot15_start(acc) vi_zero()
+INLINE vi dot15(vi p, vb u, vb s) { return _mm512_add_epi16(p, _mm512_maddubs_epi16(u, s)); }
+INLINE vi dot15_end(vi acc, vi p) { return _mm512_add_epi32(acc, _mm512_madd_epi16(p, _mm512_set1_epi16(1))); }
 #endif
-}
-
-/* The products of two pairs of vectors, unsigned bytes up to 15: four of each to a lane. */
-INLINE vi dot_two(vb u0, vb s0, vb u1, vb s1) {
-#ifdef AVX512VNNI
-    return _mm512_dpbusd_epi32(_mm512_dpbusd_epi32(_mm512_setzero_si512(), u0, s0), u1, s1);
-#else
-    vi pairs = _mm512_add_epi16(_mm512_maddubs_epi16(u0, s0), _mm512_maddubs_epi16(u1, s1));
-    return _mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
-#endif
-}
 
 /* Four vectors -> one whose 128 bits at each place hold the sums of the four lanes there of v[0], v[1], v[2], v[3].
  * small: no sum of two lanes is beyond 16 bits, so two vectors go into one and pairs are added by one instruction. */
@@ -244,17 +239,15 @@ INLINE __m256i dot32(__m256i acc, __m256i u, __m256i s) {
     return _mm256_add_epi32(acc, _mm256_add_epi32(a, b));
 }
 INLINE vi dot(vi acc, vb u, vb s) { return PAIR(vi, dot32(acc.a, u.a, s.a), dot32(acc.b, u.b, s.b)); }
-INLINE __m256i dot7x32(__m256i acc, __m256i u, __m256i s) {
-    return _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_maddubs_epi16(u, s), _mm256_set1_epi16(1)));
+#define dot15_start(acc) vi_zero()
+INLINE vi dot15(vi p, vb u, vb s) {
+    return PAIR(vi, _mm256_add_epi16(p.a, _mm256_maddubs_epi16(u.a, s.a)),
+                _mm256_add_epi16(p.b, _mm256_maddubs_epi16(u.b, s.b)));
 }
-INLINE vi dot7(vi acc, vb u, vb s) { return PAIR(vi, dot7x32(acc.a, u.a, s.a), dot7x32(acc.b, u.b, s.b)); }
-
-INLINE __m256i dot_two32(__m256i u0, __m256i s0, __m256i u1, __m256i s1) {
-    __m256i pairs = _mm256_add_epi16(_mm256_maddubs_epi16(u0, s0), _mm256_maddubs_epi16(u1, s1));
-    return _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
-}
-INLINE vi dot_two(vb u0, vb s0, vb u1, vb s1) {
-    return PAIR(vi, dot_two32(u0.a, s0.a, u1.a, s1.a), dot_two32(u0.b, s0.b, u1.b, s1.b));
+INLINE vi dot15_end(vi acc, vi p) {
+    const __m256i ones = _mm256_set1_epi16(1);
+    return PAIR(vi, _mm256_add_epi32(acc.a, _mm256_madd_epi16(p.a, ones)),
+                _mm256_add_epi32(acc.b, _mm256_madd_epi16(p.b, ones)));
 }
 
 /* Four vectors -> one whose halves hold the sums of the four lanes there of a, b, c, d. */
@@ -376,8 +369,9 @@ INLINE vi dot(vi acc, vb u, vb s) {
     for (int i = 0; i < 64; i++) acc.x[i / 4] += u.x[i] * (int8_t)s.x[i];
     return acc;
 }
-#define dot7 dot
-INLINE vi dot_two(vb u0, vb s0, vb u1, vb s1) { return dot(dot(vi_zero(), u0, s0), u1, s1); }
+#define dot15 dot
+#define dot15_start(acc) (acc)
+#define dot15_end(acc, p) (p)
 INLINE int32_t sum_of(const vi *v, int from, int count) {
     int32_t sum = 0;
     for (int i = from; i < from + count; i++) sum += v->x[i];

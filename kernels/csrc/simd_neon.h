@@ -70,7 +70,7 @@ INLINE vb vb_xor(vb x, uint8_t mask) {
 }
 #define vb_shift(x, n) ((vb){vshrq_n_u8((x).a, n), vshrq_n_u8((x).b, n), vshrq_n_u8((x).c, n), vshrq_n_u8((x).d, n)})
 
-/* Four lanes of dot and dot7. Unsigned bytes become signed ones by taking 128 away: u s = (u - 128) s + 128 s. Where
+/* Four lanes of dot and dot15. Unsigned bytes become signed ones by taking 128 away: u s = (u - 128) s + 128 s. Where
  * many u meet the same s, the compiler makes the sum of s once. */
 INLINE int8x16_t signed_bytes(uint8x16_t u) { return vreinterpretq_s8_u8(veorq_u8(u, vdupq_n_u8(128))); }
 #ifdef NEONDOT
@@ -78,7 +78,7 @@ INLINE int32x4_t dot4(int32x4_t acc, uint8x16_t u, int8x16_t s) {
     int32x4_t sum = vdotq_s32(vdupq_n_s32(0), s, vdupq_n_s8(1));
     return vdotq_s32(vaddq_s32(acc, vshlq_n_s32(sum, 7)), signed_bytes(u), s);
 }
-INLINE int32x4_t dot7x4(int32x4_t acc, uint8x16_t u, int8x16_t s) { return vdotq_s32(acc, vreinterpretq_s8_u8(u), s); }
+INLINE int32x4_t dot15x4(int32x4_t acc, uint8x16_t u, int8x16_t s) { return vdotq_s32(acc, vreinterpretq_s8_u8(u), s); }
 #else
 INLINE int32x4_t dot4(int32x4_t acc, uint8x16_t u, int8x16_t s) {
     int8x16_t v = signed_bytes(u);
@@ -87,15 +87,16 @@ INLINE int32x4_t dot4(int32x4_t acc, uint8x16_t u, int8x16_t s) {
     acc = vaddq_s32(acc, vshlq_n_s32(sum, 7));
     return vaddq_s32(acc, vpaddq_s32(vpaddlq_s16(low), vpaddlq_s16(high)));
 }
-INLINE int32x4_t dot7x4(int32x4_t acc, uint8x16_t u, int8x16_t s) { /* two products fit 16 bits */
+INLINE int32x4_t dot15x4(int32x4_t acc, uint8x16_t u, int8x16_t s) { /* two products fit 16 bits */
     int8x16_t v = vreinterpretq_s8_u8(u);
     return vpadalq_s16(acc, vpaddq_s16(vmull_s8(vget_low_s8(v), vget_low_s8(s)), vmull_high_s8(v, s)));
 }
 #endif
 #define DOT(f, part) f(acc.part, u.part, vreinterpretq_s8_u8(s.part))
 INLINE vi dot(vi acc, vb u, vb s) { return (vi){DOT(dot4, a), DOT(dot4, b), DOT(dot4, c), DOT(dot4, d)}; }
-INLINE vi dot7(vi acc, vb u, vb s) { return (vi){DOT(dot7x4, a), DOT(dot7x4, b), DOT(dot7x4, c), DOT(dot7x4, d)}; }
-INLINE vi dot_two(vb u0, vb s0, vb u1, vb s1) { return dot7(dot7(vi_zero(), u0, s0), u1, s1); }
+INLINE vi dot15(vi acc, vb u, vb s) { return (vi){DOT(dot15x4, a), DOT(dot15x4, b), DOT(dot15x4, c), DOT(dot15x4, d)}; }
+#define dot15_start(acc) (acc)
+#define dot15_end(acc, p) (p)
 
 /* The sums of four registers. */
 INLINE int32x4_t sums4(int32x4_t a, int32x4_t b, int32x4_t c, int32x4_t d) {
