@@ -28,6 +28,7 @@ Numbers of a machine that does other things at the same time mean little.
 """
 
 import argparse
+import gc
 import json
 import random
 import statistics
@@ -258,6 +259,7 @@ def main(arguments=None):
                     folder = Path(inner, "glm")
                     make_snapshot(folder, SIZES[name])
                     run(name, read_settings(folder, **variables), args)
+                    gc.collect()  # the memory of one is needed by the next
         return 0
     except Refused as error:
         print(f"serving: {error}", file=sys.stderr)

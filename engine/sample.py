@@ -12,6 +12,7 @@ import torch
 from kernels.dispatch import logprobs
 
 MIN_TEMPERATURE = 1e-4
+FEW = 1024, 16384  # tokens in which a nucleus mostly ends
 
 
 def uniform(seed, row, position):
@@ -41,15 +42,30 @@ class Sampler:
         of its own; what the nucleus leaves is not renormalised."""
         scaled = logits.double() / max(self.temperature, MIN_TEMPERATURE)
         if 0 < self.top_k < len(scaled):
-            scaled[scaled.argsort(descending=True, stable=True)[self.top_k :]] = -torch.inf
+            scaled[~largest(scaled, self.top_k)] = -torch.inf
         p = scaled.softmax(0)
         if not 0 < self.nucleus < 1:
             return p
-        ordered, ids = p.sort(descending=True, stable=True)
-        num_kept = int(torch.searchsorted(ordered.cumsum(0), self.nucleus)) + 1
-        kept = torch.zeros_like(p)
-        kept[ids[:num_kept]] = ordered[:num_kept]
-        return kept
+        return p.where(largest(p, num_in_nucleus(p, self.nucleus)), 0.0)
+
+
+def largest(values, count):
+    """values [V] -> bool [V], true for the `count` largest, 1 to V. Ties go to the lowest id."""
+    last = values.topk(count).values[-1]
+    kept = values > last
+    ties = (values == last).nonzero()[:, 0]
+    kept[ties[: count - int(kept.sum())]] = True
+    return kept
+
+
+def num_in_nucleus(p, nucleus):
+    """How many of the most likely have a mass that reaches `nucleus`. Mostly they are few, and to sort all of a
+    vocabulary of 150,000 takes 17 ms."""
+    for count in (*(few for few in FEW if few < len(p)), len(p)):
+        mass = p.topk(count).values.cumsum(0)
+        if mass[-1] >= nucleus:
+            break
+    return min(int(torch.searchsorted(mass, nucleus)) + 1, len(p))
 
 
 def token_logprobs(logits, targets, num_top):

@@ -46,3 +46,19 @@ def test_nucleus_ties_go_to_the_lowest_id():
 
 def test_a_tiny_temperature_is_nearly_greedy_and_never_nan():
     assert Sampler(1e-9, 0.9, seed=1).draw(torch.tensor([1.0, 1.1, 0.0]), 3) == 1
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.5, 3.0, 20.0])
+@pytest.mark.parametrize("nucleus", [0.0, 0.3, 0.9, 0.999])
+@pytest.mark.parametrize("top_k", [0, 1, 40, 30_000])
+def test_a_large_vocabulary_is_cut_as_if_it_were_sorted(spread, nucleus, top_k):
+    """Flat and steep ones, with many ties."""
+    logits = (torch.randn(20_000, generator=torch.Generator().manual_seed(1)) * spread).round(decimals=1)
+    p = logits.double()
+    if 0 < top_k < len(p):
+        p[p.argsort(descending=True, stable=True)[top_k:]] = -torch.inf
+    p = p.softmax(0)
+    if nucleus:
+        ordered, ids = p.sort(descending=True, stable=True)
+        p[ids[int((ordered.cumsum(0) < nucleus).sum()) + 1 :]] = 0
+    assert torch.equal(Sampler(1.0, nucleus, top_k=top_k).probabilities(logits), p)
