@@ -6,7 +6,7 @@
 
 import re
 
-from server.reply import join
+from server.reply import StateReader
 from server.stops import overlap
 
 CHANNEL, MESSAGE = "<|channel|>", "<|message|>"
@@ -14,7 +14,7 @@ ENDS = ("<|end|>", "<|start|>", "<|call|>", "<|return|>")
 STARTS = (CHANNEL, "<|start|>", "to=")  # what a header may begin with
 
 
-class HarmonyReader:
+class HarmonyReader(StateReader):
     """As ReplyReader. Each message has a header that says what it is; a text without any is content."""
 
     def __init__(self, tools=None, one_call=False, begun=""):
@@ -26,14 +26,7 @@ class HarmonyReader:
     def is_thinking(self):
         return self.kind == "reasoning"
 
-    def push(self, text):
-        self.rest, pieces = self.rest + text, []
-        while not self.is_over and self.state(pieces):
-            pass
-        return join(pieces)
-
     def read_header(self, pieces):
-        """Each state tells whether another one goes on with the rest."""
         head, tag, rest = self.rest.partition(MESSAGE)
         begin = self.rest.lstrip()
         if self.is_first and not any(start.startswith(begin) or begin.startswith(start) for start in STARTS):

@@ -10,7 +10,18 @@ from server.tool_calls import OPEN, CallReader
 THINK, THINK_END = "<think>", "</think>"
 
 
-class ReplyReader:
+class StateReader:
+    """Takes a text as it comes. `state` is the method that reads on in `rest`: it adds pieces, and tells whether there
+    is more to do with what is left, by itself or by another state."""
+
+    def push(self, text):
+        self.rest, pieces = self.rest + text, []
+        while not self.is_over and self.state(pieces):
+            pass
+        return join(pieces)
+
+
+class ReplyReader(StateReader):
     """thinking: "open" (the prompt ended with <think>), "maybe" (the text may begin with it), or "off". tools: Tools
     that may be called, or None: then their tags are text. one_call: nothing counts after the first call. begun: what
     the prompt already holds of the answer."""
@@ -23,14 +34,7 @@ class ReplyReader:
         self.is_fresh = thinking == "open"  # spaces at the beginning of what comes next are dropped
         self.is_thinking = thinking == "open"
 
-    def push(self, text):
-        self.rest, pieces = self.rest + text, []
-        while not self.is_over and self.state(pieces):
-            pass
-        return join(pieces)
-
     def read_start(self, pieces):
-        """Each state tells whether another one goes on with the rest."""
         start = self.rest.lstrip()
         if start.startswith(THINK):
             self.rest, self.state, self.is_fresh = start[len(THINK) :], self.read_thoughts, True
