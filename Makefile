@@ -46,7 +46,7 @@ native: setup  ## compile the C kernels for every set of instructions of this ma
 
 native-asan: setup  ## the kernel tests with the sanitizers for addresses and undefined behaviour, some minutes
 	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" ASAN_OPTIONS=detect_leaks=0 \
-	$(BIN)/python -m pytest -q --sanitize tests/test_kernels.py tests/test_small_kernels.py tests/test_family_kernels.py tests/test_kv_dtype.py
+	$(BIN)/python -m pytest -q --sanitize tests/kernels/test_kernels.py tests/kernels/test_small_kernels.py tests/kernels/test_family_kernels.py tests/forward/test_kv_dtype.py
 
 bench-kernels: setup  ## each kernel against a plain read of memory and torch, some minutes
 	$(BIN)/python bench/kernels.py
@@ -64,7 +64,7 @@ bench-serving: setup  ## eight clients against one, and a short prompt beside a 
 	$(BIN)/python bench/serving.py
 
 soak: setup  ## mixed prompts for half an hour: the budget holds, nothing leaks, the answers stay the same
-	$(BIN)/python scripts/soak.py
+	$(BIN)/python dev/soak.py
 
 clean:  ## remove .venv and caches
 	rm -rf .venv .pytest_cache .ruff_cache

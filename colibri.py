@@ -7,20 +7,10 @@ Exit code 0: done. 1: a check failed, or the numbers broke down. 2: bad usage or
 130: interrupted. 141: whoever read stdout went away. 143: terminated. A server that is told to end ends with 0.
 """
 
-import os
-import signal
 import sys
 
+from machine.exit import exit_code
 from settings import USAGE, Settings
-from snapshot.errors import Refused
-
-
-class Terminated(KeyboardInterrupt):
-    """SIGTERM: ends a run as Ctrl-C does."""
-
-
-def terminate(*_):
-    raise Terminated
 
 
 def main(arguments):
@@ -31,45 +21,16 @@ def main(arguments):
     return exit_code("colibri", lambda: run(Settings.read(arguments)))
 
 
-def exit_code(name, work):
-    """Do `work` -> its exit code; what ends it early is said in one line that begins with `name`."""
-    signal.signal(signal.SIGTERM, terminate)
-    try:
-        code = work()
-        sys.stdout.flush()  # while a failure can still be told
-        return code
-    except Refused as error:
-        print(f"{name}: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt as error:
-        return 143 if isinstance(error, Terminated) else 130
-    except BrokenPipeError:
-        drop_stdout()
-        return 141
-    except OSError as error:
-        # A folder that may not be entered, a name too long, a full disk behind stdout.
-        drop_stdout()
-        where = f"{error.filename}: " if error.filename else ""
-        print(f"{name}: {Refused(where + (error.strerror or str(error)))}", file=sys.stderr)
-        return 2
-
-
-def drop_stdout():
-    """What is still buffered has nowhere to go: point stdout at nothing, so that the interpreter does not complain
-    about it on the way out."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
 def run(settings):
     """Open the snapshot and hand it to the mode the settings ask for."""
     # Imported here: torch takes a second or two, and a mistyped variable should not wait for it.
-    from engine.load import check_folder, open_snapshot
     from forward.finite import NonFinite
-    from modes.console import Terminal, announce, say, say_warnings
-    from modes.oracle import run_oracle
+    from load.model import check_folder, open_snapshot
+    from machine.console import Terminal, announce, say, say_warnings
+    from modes.check import run_oracle
     from modes.reference import reference_path
     from modes.replay import run_replay
-    from modes.run import check_report
+    from modes.report import check_report
     from modes.score import run_score
     from modes.serve import open_server, run_serve
     from modes.teacher_forcing import forward_all

@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from snapshot.errors import Refused
+from errors import Refused
 
 EMBEDDED_SNAPSHOT = Path(__file__).resolve().parent / "models" / "tiny"
 

@@ -23,19 +23,19 @@ import torch
 import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from engine.load import load_model
-from forward.kv_state import KvState
+from experts.prefetch import Lookahead
+from forward.kv_cache import KvState
 from forward.step import step
 from kernels import dispatch
 from kernels.native import Native
 from kernels.packing import Weight
+from load.model import load_model
+from machine.arena import Arena
+from machine.threads import num_threads
 from settings import EMBEDDED_SNAPSHOT, Settings
-from snapshot.arena import Arena
-from snapshot.expert_prefetch import Lookahead
-from snapshot.threads import num_threads
 from snapshot.weights import MoeWeights
 
-SYNTHETIC = Path(__file__).resolve().parents[1] / "scripts" / "make_synthetic.py"
+SYNTHETIC = Path(__file__).resolve().parents[1] / "dev" / "make_synthetic.py"
 READ_BYTES = 256 << 20
 OPERATIONS = [name for name, value in vars(dispatch).items() if inspect.isfunction(value) and hasattr(Native, name)]
 CONTEXT = 1024

@@ -21,9 +21,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from kernels.build import VARIANTS, usable_variants
 from kernels.dispatch import open_library
 from kernels.packing import FORMATS, FP8, pack_rows, quantise_blocks, view_weight
+from machine.arena import Arena, line_end
+from machine.threads import num_threads
 from settings import Settings
-from snapshot.arena import Arena, line_end
-from snapshot.threads import num_threads
 
 HIDDEN, WIDTH = 6144, 2048
 ROWS = (1, 2, 4, 16, 64, 512)

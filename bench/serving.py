@@ -3,7 +3,7 @@
     make bench-serving            or     python bench/serving.py [--clients 8] [--tokens 32] [--small]
     SNAP=/models/glm-5.2-int4 RAM_GB=20 python bench/serving.py
 
-Without SNAP two synthetic snapshots of GLM-5.2's layers are made (scripts/make_synthetic.py, routing as in traces), one
+Without SNAP two synthetic snapshots of GLM-5.2's layers are made (dev/make_synthetic.py, routing as in traces), one
 after the other, in a temporary folder (TMPDIR says where; it must be on the drive that is to be measured):
 
     disk      4 layers, 256 experts in each of the 3 sparse ones, 16 GB, with RAM_GB 6 and READ_MODE=direct
@@ -41,10 +41,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from engine.load import load_model, open_snapshot
-from engine.scheduler import Finished, Request, Scheduler, Token
+from errors import Refused
+from generate.scheduler import Finished, Request, Scheduler, Token
+from load.model import load_model, open_snapshot
 from settings import EMBEDDED_SNAPSHOT, Settings
-from snapshot.errors import Refused
 
 ROOT = Path(__file__).resolve().parents[1]
 SIZES = {
@@ -224,7 +224,7 @@ def read_settings(folder, cap=0, **variables):
 
 
 def make_snapshot(folder, sizes):
-    script = [sys.executable, str(ROOT / "scripts" / "make_synthetic.py"), sizes.split()[0], str(folder)]
+    script = [sys.executable, str(ROOT / "dev" / "make_synthetic.py"), sizes.split()[0], str(folder)]
     more = [*sizes.split()[1:], *"--routing trace --prompt 64 --tokens 512 --report-tokens 0".split()]
     if subprocess.run([*script, *more], stdout=sys.stderr).returncode:
         raise Refused("the synthetic snapshot could not be made; SNAP names one that is there")

@@ -6,7 +6,7 @@ Two models, each in three regimes: `all`, every expert in memory; `half`, slots 
 each layer, so that almost every expert is read.
 
     tiny        models/tiny, greedy, its own MTP layer and n-grams
-    small       a synthetic snapshot (scripts/make_synthetic.py small, 0.1 GB in a temporary folder) that recites its
+    small       a synthetic snapshot (dev/make_synthetic.py small, 0.1 GB in a temporary folder) that recites its
                 text, whatever its logits say, so that experts are used as in traces of real models. A script stands in
                 for the MTP layer: each guess is right with the chance in the column `right`, n-grams are off
 
@@ -39,16 +39,16 @@ from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from engine.decode import DecodeCounters, spec_decode
-from engine.draft import Drafter
-from engine.governor import Governor
-from engine.load import load_model
-from engine.sample import Sampler, uniform
-from forward.kv_state import KvState
+from errors import Refused
+from forward.kv_cache import KvState
+from generate.decode import DecodeCounters, spec_decode
+from generate.draft import Drafter
+from generate.draft_length import Governor
+from generate.sampler import Sampler, uniform
+from load.model import load_model
 from settings import EMBEDDED_SNAPSHOT, Settings
 from snapshot.config import read_config, read_json
-from snapshot.errors import Refused
-from snapshot.tokenizer import TextTokenizer
+from text.tokenizer import TextTokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 ARMS = ("0", "1", "3", "auto")
@@ -350,7 +350,7 @@ def small_jobs(folder, num_tokens):
 
 
 def make_small(folder, num_tokens):
-    script = [sys.executable, str(ROOT / "scripts" / "make_synthetic.py"), "small", str(folder), *SIZES.split()]
+    script = [sys.executable, str(ROOT / "dev" / "make_synthetic.py"), "small", str(folder), *SIZES.split()]
     total = (1 + NUM_SMALL_TEXTS) * (SMALL_PROMPT + num_tokens)
     if subprocess.run([*script, "--tokens", str(total)], stdout=sys.stderr).returncode:
         raise Refused("the synthetic snapshot could not be made")

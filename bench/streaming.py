@@ -3,7 +3,7 @@
     make bench-streaming          or     python bench/streaming.py [--ram 6] [--tokens 16] [--rounds 2]
     SNAP=/models/glm-5.2-int4 python bench/streaming.py --ram 20
 
-Without SNAP two synthetic snapshots of GLM-5.2's layers are made (scripts/make_synthetic.py), one after the other,
+Without SNAP two synthetic snapshots of GLM-5.2's layers are made (dev/make_synthetic.py), one after the other,
 about 16 GB each, in a temporary folder (TMPDIR says where; it must be on the drive that is to be measured):
 
     uniform   even routing; 8 layers, 108 experts in each of the 7 sparse ones, so that what a token does between its
@@ -56,15 +56,15 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from engine.route_trace import read_trace
+from errors import Refused
+from experts.disk import ExpertDisk
+from experts.drive import Drive, DriveSpeed, time_reads
+from experts.route_trace import read_trace
+from machine.arena import Arena
+from machine.memory import cgroup_folders
 from settings import EMBEDDED_SNAPSHOT, VARIABLES, Settings
-from snapshot.arena import Arena
 from snapshot.config import read_config, read_json
-from snapshot.drive import Drive, DriveSpeed, time_reads
-from snapshot.errors import Refused
-from snapshot.expert_disk import ExpertDisk
 from snapshot.index import read_index
-from snapshot.memory import cgroup_folders
 from snapshot.reader import Reader
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -359,7 +359,7 @@ def print_prefill(routing, arms):
 
 
 def make_snapshot(folder, routing):
-    script = [sys.executable, str(ROOT / "scripts" / "make_synthetic.py"), "glm-5.2", str(folder), "--routing", routing]
+    script = [sys.executable, str(ROOT / "dev" / "make_synthetic.py"), "glm-5.2", str(folder), "--routing", routing]
     sizes = f"{SIZES[routing]} --vocab 32768 --prompt 64 --tokens 512 --report-tokens 0".split()
     made = subprocess.run([*script, *sizes], stdout=sys.stderr)
     if made.returncode:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from forward.kv_state import KvState
+from forward.kv_cache import KvState
 from kernels.reference import rope_angles
 
 

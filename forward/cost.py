@@ -9,7 +9,7 @@ from dataclasses import fields, is_dataclass
 import torch
 
 from forward.attention import indexer
-from forward.kv_state import kv_dtype
+from forward.kv_cache import kv_dtype
 from forward.lm_head import LOGIT_ROWS
 from forward.moe import OUTPUT_BYTES
 from kernels.packing import Weight, grouped, packed_bytes

@@ -4,7 +4,7 @@ from forward.attention.gqa import gqa
 from forward.attention.mla import mla
 from forward.mlp import mlp
 from forward.moe import moe
-from forward.route import look_ahead
+from forward.router import look_ahead
 from kernels.dispatch import rms_norm
 from snapshot.weights import MoeWeights
 

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass, field
 
+from experts.cache import ExpertCache
 from forward.profile import Profile
 from snapshot.config import ModelConfig
-from snapshot.expert_cache import ExpertCache
 from snapshot.weights import ModelWeights
 
 

@@ -7,7 +7,7 @@ learns.
 import torch
 
 from forward.mlp import mlp
-from forward.route import look_ahead, route, rows_of_each
+from forward.router import look_ahead, route, rows_of_each
 from kernels.dispatch import add_experts, add_weighted, expert_outputs, group_by_expert
 from kernels.reference import ClampedGates
 

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
+from errors import Refused
 from snapshot.config import read_json
-from snapshot.errors import Refused
 
 
 def reference_path(settings):
@@ -15,7 +15,7 @@ def read_reference(settings, opened, *keys):
     """The lists of ids under `keys` -> a dict; refuses what is missing, empty, outside the vocabulary, too long."""
     path = reference_path(settings)
     if not path.exists():
-        raise Refused(f"{path}: no such file; REF must name a reference (scripts/make_reference.py makes one)")
+        raise Refused(f"{path}: no such file; REF must name a reference (dev/make_reference.py makes one)")
     raw, out = read_json(path), {}
     vocab_size = opened.config.vocab_size
     for key in keys:

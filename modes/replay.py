@@ -6,13 +6,13 @@ the logits a decoder would need. Prefill and decode are timed and counted apart.
 
 import torch
 
-from engine.load import load_model
-from forward.kv_state import KvState
+from errors import Refused
+from forward.kv_cache import KvState
 from forward.step import step
-from modes.console import PrefillProgress, say
+from load.model import load_model
+from machine.console import PrefillProgress, say
 from modes.reference import read_reference, reference_path
-from modes.run import Run, divide, profile_line, write_report
-from snapshot.errors import Refused
+from modes.report import Run, divide, profile_line, write_report
 
 
 def run_replay(settings, opened):

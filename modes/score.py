@@ -13,13 +13,13 @@ import sys
 import time
 from pathlib import Path
 
-from engine.load import load_model
-from engine.score import Request, ScoreCounters, score_requests
-from modes.console import say
-from modes.run import Run, profile_line, write_report
-from snapshot.errors import Refused
-from snapshot.memory import rss_bytes
-from snapshot.tokenizer import TextTokenizer
+from errors import Refused
+from generate.score import Request, ScoreCounters, score_requests
+from load.model import load_model
+from machine.console import say
+from machine.memory import rss_bytes
+from modes.report import Run, profile_line, write_report
+from text.tokenizer import TextTokenizer
 
 PROGRESS_SECONDS, LAYER_SECONDS = 2.0, 10.0
 

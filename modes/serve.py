@@ -2,12 +2,12 @@
 
 import sys
 
-from engine.kv_file import KvFiles
-from engine.load import load_model, open_snapshot
-from engine.scheduler import Scheduler
-from modes.console import say
-from snapshot.errors import Refused
-from snapshot.tokenizer import TextTokenizer
+from errors import Refused
+from generate.kv_file import KvFiles
+from generate.scheduler import Scheduler
+from load.model import load_model, open_snapshot
+from machine.console import say
+from text.tokenizer import TextTokenizer
 
 DEFAULT_SLOTS = 4
 KV_SHARE = 0.25  # of what the resident part leaves of the budget: the rest is for experts
@@ -35,7 +35,7 @@ def run_serve(settings, opened):
     """Load, listen, and answer -> exit code 0: to be told to end is how a server ends."""
     if settings.serve == "stdio":
         return run_stdio(settings, opened)
-    from server.listen import open_socket
+    from server.transport.listen import open_socket
 
     tokenizer = TextTokenizer(opened.folder, opened.config)
     # Before the weights are read: an address that cannot be had is a mistake to hear of at once.
@@ -54,10 +54,10 @@ def run_serve(settings, opened):
 
 def run_http(settings, loaded, scheduler, tokenizer, sock, url):
     from server.app import make_app
-    from server.door import Guard
-    from server.listen import Server
     from server.metrics import Metrics
     from server.service import Service
+    from server.transport.access import Guard
+    from server.transport.listen import Server
 
     if loaded.config.text_prefix and settings.prefix and not tokenizer.has_prefix:
         say(f"[prefix] {tokenizer.path.name} lacks {' '.join(loaded.config.text_prefix)}: texts go without it")
@@ -84,7 +84,7 @@ def run_http(settings, loaded, scheduler, tokenizer, sock, url):
 
 
 def run_stdio(settings, opened):
-    from server.stdio import run
+    from server.stdio.pipe import run
 
     loaded, scheduler = start(settings, opened)
     try:

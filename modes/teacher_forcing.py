@@ -1,12 +1,12 @@
 """TF: run over the full_ids of REF, compare the argmax after every token with its tf_pred."""
 
-from engine.load import load_model
-from forward.kv_state import KvState
+from errors import Refused
+from forward.kv_cache import KvState
 from forward.step import step_logprobs
-from modes.console import PrefillProgress, say
+from load.model import load_model
+from machine.console import PrefillProgress, say
 from modes.reference import read_reference, reference_path
-from modes.run import Run, profile_line, write_report
-from snapshot.errors import Refused
+from modes.report import Run, profile_line, write_report
 
 MAX_LISTED = 20
 

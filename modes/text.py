@@ -2,17 +2,17 @@
 
 import sys
 
-from engine.decode import spec_decode
-from engine.draft import Drafter
-from engine.load import load_model
-from engine.sample import Sampler
-from engine.stream import TextStream
+from errors import Refused
 from forward.finite import NonFinite
-from forward.kv_state import KvState
-from modes.console import PrefillProgress, say
-from modes.run import Run, profile_line, write_report
-from snapshot.errors import Refused
-from snapshot.tokenizer import TextTokenizer
+from forward.kv_cache import KvState
+from generate.decode import spec_decode
+from generate.draft import Drafter
+from generate.sampler import Sampler
+from load.model import load_model
+from machine.console import PrefillProgress, say
+from modes.report import Run, profile_line, write_report
+from text.detokenizer import TextStream
+from text.tokenizer import TextTokenizer
 
 DEFAULT_TEMPERATURE = 0.7
 

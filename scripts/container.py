@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
+from experts.disk import PAGE
 from kernels.packing import MXFP4
-from snapshot.expert_disk import PAGE
 from snapshot.formats import SCALES
 from snapshot.index import ITEM_BYTES, STAMP
 

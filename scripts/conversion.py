@@ -6,15 +6,15 @@ from pathlib import Path
 
 import torch
 
+from errors import Refused, printable
+from experts.disk import MATRICES, ExpertDisk
 from kernels.packing import DTYPES, FORMATS, MXFP4, SEARCH, Format, quantise, row_blocks
 from scripts.container import PADDING, Part, part_of, shard_bytes, shard_header, weight_parts
 from snapshot.config import read_config
-from snapshot.errors import Refused, printable
-from snapshot.expert_disk import MATRICES, ExpertDisk
+from snapshot.dense import ResidentTensors, read_bytes, read_weight
 from snapshot.formats import FP8_SCALES, SCALES, StoredWeight, find_weight
 from snapshot.index import TensorEntry, read_index
 from snapshot.reader import Reader
-from snapshot.resident import ResidentTensors, read_bytes, read_weight
 
 INDEXER_BITS = 8  # at least: its scores decide which positions a row sees at all
 MIN_F16_SCALE = 2.0**-20  # of the largest of a matrix: below it F16 has no more than four bits left

@@ -33,14 +33,14 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from errors import Refused, printable
 from kernels.packing import GROUPS, requantise, row_blocks
 from scripts.container import CHECKSUM, PARTIAL, UNKNOWN, with_checksum_of, write_shard
 from scripts.conversion import Conversion, Matrix, Options
-from snapshot.errors import Refused, printable
+from snapshot.dense import read_bytes, read_weight
 from snapshot.formats import find_weight
 from snapshot.index import INDEX_FILE, read_header, read_index
 from snapshot.reader import Reader, open_file, read_file
-from snapshot.resident import read_bytes, read_weight
 
 COMPANIONS = (
     "config.json generation_config.json tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json "

@@ -33,11 +33,11 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from errors import Refused, printable
 from scripts.conversion import Conversion, Options
 from scripts.convert import convert
 from scripts.smollm.experts import make_config, model_tensors, special_ids
 from scripts.smollm.tokenizer import save_tokenizer
-from snapshot.errors import Refused, printable
 from snapshot.index import INDEX_FILE
 from snapshot.reader import open_file
 

@@ -22,15 +22,15 @@ from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from colibri import exit_code
-from engine.load import check_folder, load_model
+from dev.evaluation import Evaluation, Options
+from errors import Refused
 from forward.finite import NonFinite
-from modes.console import announce, say, say_warnings
+from load.model import check_folder, load_model
+from machine.console import announce, say, say_warnings
+from machine.exit import exit_code
 from modes.serve import open_server
-from scripts.evaluation import Evaluation, Options
 from scripts.options import OneLineParser, whole
 from settings import Settings
-from snapshot.errors import Refused
 
 OTHER_MODES = ("prompt", "score", "serve", "ref", "replay", "tf", "report")  # settings that mean nothing here
 

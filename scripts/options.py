@@ -3,7 +3,7 @@
 import argparse
 import math
 
-from snapshot.errors import Refused
+from errors import Refused
 
 
 class OneLineParser(argparse.ArgumentParser):

@@ -12,9 +12,9 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from engine.load import open_snapshot
+from errors import Refused
+from load.model import open_snapshot
 from settings import Settings
-from snapshot.errors import Refused
 
 
 def main(arguments):

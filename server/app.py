@@ -8,17 +8,17 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from server.answer import Answer, PlainReader
-from server.body import read_body
-from server.chat import read_chat, read_turn
-from server.completions import read_completion
-from server.door import GONE, Door
-from server.errors import ApiError
-from server.fields import Fields, check_text, parse_object
 from server.generation import Generation
 from server.metrics import CONTENT_TYPE
-from server.shapes import ChatShape, LegacyShape
-from server.stream import EventStream, Gone, whole_answer
+from server.openai.answer import Answer, PlainReader
+from server.openai.api_error import ApiError
+from server.openai.chat import read_chat, read_turn
+from server.openai.completions import read_completion
+from server.openai.fields import Fields, check_text, parse_object
+from server.openai.shapes import ChatShape, LegacyShape
+from server.transport.access import GONE, Door
+from server.transport.body import read_body
+from server.transport.event_stream import EventStream, Gone, whole_answer
 
 
 def make_app(service, guard):

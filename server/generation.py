@@ -5,8 +5,8 @@ import time
 from collections import deque
 from contextlib import suppress
 
-from engine.jobs import Finished, Prefilled, QueueFull, Started, Token
-from server.errors import ApiError
+from generate.request import Finished, Prefilled, QueueFull, Started, Token
+from server.openai.api_error import ApiError
 
 RETRY_SECONDS = 0.2  # between two looks whether the queue takes another prompt
 

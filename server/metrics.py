@@ -3,7 +3,7 @@
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, SummaryMetricFamily
 
-from snapshot.memory import rss_bytes
+from machine.memory import rss_bytes
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 # Seconds: from a small model in memory to a large one on a slow drive.
@@ -12,7 +12,7 @@ TOKEN_BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10)
 
 
 class Metrics:
-    """model: of engine/load.py; its counters, and those of the scheduler, are read when somebody asks."""
+    """model: of load/model.py; its counters, and those of the scheduler, are read when somebody asks."""
 
     def __init__(self, model):
         self.model, self.scheduler = model, None

@@ -6,8 +6,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from engine.jobs import Request
-from server.errors import ApiError
+from generate.request import Request
+from server.openai.api_error import ApiError
 
 SEED_STEP = 0x9E3779B97F4A7C15  # odd, so that every request without a seed has one of its own
 TEMPERATURE = 0.7

@@ -6,8 +6,8 @@ import os
 import pkgutil
 from dataclasses import dataclass, replace
 
+from errors import Refused, shorten, show
 from snapshot import families
-from snapshot.errors import Refused, shorten, show
 from snapshot.reader import read_file
 from snapshot.rope import Rope
 

@@ -15,8 +15,8 @@ wrote, byte counts tell them apart, in the order in which the C engine tries.
 import math
 from dataclasses import dataclass, replace
 
+from errors import Refused, shorten, show
 from kernels.packing import BLOCK, FLOATS, FORMATS, FP8, GROUPS, MXFP4, Format, Within
-from snapshot.errors import Refused, shorten, show
 from snapshot.index import TensorEntry
 
 SCALES = ".qs"

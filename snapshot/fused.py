@@ -6,8 +6,8 @@ gate_up_proj_blocks [E, 2 W, D / 32, 16], _scales [E, 2 W, D / 32], the same of 
                                                       gpt_oss as published: MXFP4, gate and up rows by turns
 """
 
+from errors import Refused
 from kernels.packing import FLOATS, MXFP4, Within
-from snapshot.errors import Refused
 from snapshot.formats import StoredWeight, slice_of
 
 

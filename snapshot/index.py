@@ -9,9 +9,9 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from errors import Refused, shorten, show
 from kernels.packing import DTYPES
 from snapshot.config import parse_json, read_json
-from snapshot.errors import Refused, shorten, show
 from snapshot.reader import open_file
 
 INDEX_FILE = "model.safetensors.index.json"

@@ -7,7 +7,7 @@ import threading
 import time
 from contextlib import suppress
 
-from snapshot.errors import Refused
+from errors import Refused
 
 PAGE = 4096  # what direct reads are aligned to, in the file and in memory
 O_DIRECT = getattr(os, "O_DIRECT", 0)  # 0: macOS has none

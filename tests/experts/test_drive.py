@@ -1,0 +1,319 @@
+"""Drives: what is measured and chosen, what is remembered, and experts striped over a snapshot and its mirror."""
+
+import errno
+import fcntl
+import json
+import os
+import re
+import shutil
+import threading
+import time
+import warnings
+from datetime import date, timedelta
+
+import pytest
+
+from errors import Refused
+from experts import drive_speed as drives_module
+from experts.disk import ExpertDisk, ExpertPlace, Run
+from experts.drive import DEPTHS, Arm, Drive, Drives, DriveSpeed, DriveWarning, choose, measure
+from experts.drive_speed import find_arms, set_up_drives
+from machine.arena import Arena
+from snapshot import reader as reader_module
+from snapshot.config import read_config
+from snapshot.index import read_index
+from snapshot.reader import O_DIRECT, PAGE, Reader
+from tests.conftest import FIXTURES, reference
+from tests.forward.test_forward import all_logits
+
+NAME = "glm_moe_dsa"
+ARMS = (Arm("direct", 1, 1.0), Arm("direct", 4, 2.0), Arm("buffered", 1, 1.2), Arm("buffered", 2, 1.9))
+TODAY = date(2026, 11, 30)
+
+
+@pytest.fixture
+def reader():
+    reader = Reader()
+    yield reader
+    reader.close()
+
+
+@pytest.fixture
+def places(tmp_path):
+    """Places of 40 experts of two pages in a file."""
+    (tmp_path / "data").write_bytes(os.urandom(80 * PAGE))
+    runs = [Run(tmp_path / "data", 2 * i * PAGE, 2 * PAGE, 0) for i in range(40)]
+    return [ExpertPlace((run,), (), run.num_bytes) for run in runs]
+
+
+@pytest.fixture
+def disk(reader):
+    config, family = read_config(FIXTURES / NAME)
+    return ExpertDisk(config, family, read_index(FIXTURES / NAME), reader)
+
+
+@pytest.fixture
+def mirror(tmp_path):
+    out = tmp_path / "mirror"
+    shutil.copytree(FIXTURES / NAME, out)
+    return out
+
+
+# --- measured and chosen ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("direct", "buffered", "chosen"),
+    [
+        ((1.0, 2.0, 3.0, 3.1), (1.0, 1.0, 1.0, 1.0), ("direct", 4)),  # four at once are as good as eight
+        ((1.0, 1.0, 1.0, 1.0), (1.0, 1.0, 1.5, 2.0), ("buffered", 8)),
+        ((2.9, 2.9, 3.0, 3.0), (2.0, 3.1, 3.1, 3.1), ("direct", 1)),  # as good as buffered, and costs no copy
+        ((), (1.0, 1.1, 1.1, 1.1), ("buffered", 2)),
+        ((0.2,), (0.1,), ("direct", 1)),  # a slow drive: more was not measured
+    ],
+)
+def test_the_choice(direct, buffered, chosen):
+    arms = [Arm("direct", *pair) for pair in zip(DEPTHS, direct, strict=False)]
+    arms += [Arm("buffered", *pair) for pair in zip(DEPTHS, buffered, strict=False)]
+    speed = choose(arms)
+    assert (speed.mode, speed.depth) == chosen
+    assert Arm(*chosen, speed.gigabytes_per_second) in arms
+
+
+def test_every_arm_is_measured_in_the_time_given(places, reader, tmp_path):
+    started = time.perf_counter()
+    arms = measure(Drive(tmp_path, reader), places, seconds=0.3)
+    assert time.perf_counter() - started < 2
+    modes = {arm.mode for arm in arms}
+    assert modes == ({"direct", "buffered"} if reader.takes_direct(tmp_path / "data") else {"buffered"})
+    assert len(arms) == len(modes) * len(DEPTHS) and all(arm.gigabytes_per_second > 0 for arm in arms)
+
+
+def test_a_slow_drive_is_measured_in_part(places, tmp_path):
+    """Each read takes 50 ms, one after the other: the depths that would take too long are left out."""
+    one = threading.Lock()
+
+    def slow(*call):
+        with one:
+            time.sleep(0.05)
+            return os.preadv(*call)
+
+    reader, started = Reader(slow), time.perf_counter()
+    arms = measure(Drive(tmp_path, reader), places, seconds=0.4)
+    reader.close()
+    assert time.perf_counter() - started < 1.5
+    assert 1 <= len(arms) < 2 * len(DEPTHS) and min(arm.depth for arm in arms) == 1
+
+
+@pytest.mark.skipif(not O_DIRECT, reason="the system has no direct reads")
+def test_refused_direct_reads_are_not_measured(places, tmp_path):
+    def refuse(descriptor, *call):
+        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return os.preadv(descriptor, *call)
+
+    reader = Reader(refuse)
+    arms = measure(Drive(tmp_path, reader), places, seconds=0.1)
+    reader.close()
+    assert {arm.mode for arm in arms} == {"buffered"}
+
+
+# --- remembered -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """Measuring gives ARMS at once -> the list of drives that were measured; no model is too small for it."""
+    calls = []
+    monkeypatch.setattr(drives_module, "measure", lambda drive, places: calls.append(drive) or ARMS)
+    monkeypatch.setattr(drives_module, "SMALL_BYTES", 0)
+    return calls
+
+
+def test_a_drive_is_measured_once_in_thirty_days(disk, measured, tmp_path):
+    def line(days):
+        return set_up_drives(disk, "auto", tmp_path / "cache", today=TODAY + timedelta(days))
+
+    words = "[drive] direct reads, 4 at a time: 2.00 GB/s (buffered 1.90); "
+    assert line(0) == words + "measured now"
+    assert line(1) == line(30) == words + "remembered from 2026-11-30"
+    assert len(measured) == 1 and disk.depth == 4
+    assert line(31) == line(0) == words + "measured now"  # too old; from the future
+    assert os.listdir(tmp_path / "cache") == ["drives.json"]
+
+
+def test_drives_and_sizes_of_experts_are_told_apart(disk, measured, places, tmp_path, monkeypatch):
+    drive, path = disk.drives.all[0], tmp_path / "drives.json"
+    own = list(disk.places.values())
+    assert find_arms(drive, own, path, TODAY)[1] == "measured now"
+    assert find_arms(Drive(tmp_path, drive.reader), places, path, TODAY)[1] == "measured now"  # smaller experts
+    monkeypatch.setattr(drives_module, "mount_of", lambda file: ("/elsewhere", "xfs", "/dev/sdz1"))
+    assert find_arms(drive, own, path, TODAY)[1] == "measured now"
+    assert find_arms(drive, own, path, TODAY)[1] == "remembered from 2026-11-30"
+    assert len(json.loads(path.read_text())) == 3
+
+
+GOOD = ["direct", 1, 1.0]
+BAD_ARMS = [[], None, 3, [[]], [3], ["abc"], [GOOD, ["mmap", 1, 1.0]], [["direct", 0, 1.0]], [["direct", 1.5, 1.0]]]
+BAD_ARMS += [[["direct", 1, bad]] for bad in (-1.0, 0.0, float("nan"), float("inf"), "fast", None)]
+BAD_ENTRIES = [None, [], {}, {"date": "yesterday", "arms": [GOOD]}, {"date": 3, "arms": [GOOD]}]
+
+
+def test_a_damaged_file_is_written_anew(disk, measured, tmp_path):
+    path, drive, places = tmp_path / "drives.json", disk.drives.all[0], list(disk.places.values())
+    find_arms(drive, places, path, TODAY)
+    [key] = json.loads(path.read_text())
+    texts = ["", "{", "[]", "3", "\xff", "[" * 100_000]
+    texts += [json.dumps({key: entry}) for entry in BAD_ENTRIES]
+    texts += [json.dumps({key: {"date": str(TODAY), "arms": arms}}) for arms in BAD_ARMS]
+    for text in texts:
+        path.write_bytes(text.encode("latin-1"))
+        assert find_arms(drive, places, path, TODAY) == (ARMS, "measured now"), text[:80]
+        assert find_arms(drive, places, path, TODAY) == (ARMS, "remembered from 2026-11-30")
+
+
+def test_a_cache_that_cannot_be_written(disk, measured, tmp_path):
+    (tmp_path / "file").write_text("")
+    for _ in range(2):
+        assert set_up_drives(disk, "auto", tmp_path / "file").endswith("measured now")
+
+
+@pytest.mark.parametrize(
+    ("mode", "free", "chosen", "end"),
+    [
+        ("direct", 1 << 40, ("direct", 4, 2.0), "measured now, READ_MODE=direct"),
+        ("buffered", 0, ("buffered", 2, 1.9), "measured now, READ_MODE=buffered"),
+        ("auto", 1 << 40, ("buffered", 2, 1.9), "measured now, all experts fit into the page cache"),
+    ],
+)
+def test_read_mode_and_free_memory(disk, measured, tmp_path, mode, free, chosen, end):
+    line = set_up_drives(disk, mode, tmp_path, free_bytes=free)
+    speed = disk.drives.all[0].speed
+    assert (speed.mode, speed.depth, speed.gigabytes_per_second) == chosen and line.endswith("; " + end)
+
+
+def test_few_bytes_are_not_measured(disk, tmp_path):
+    line = set_up_drives(disk, "auto", tmp_path)
+    assert line == "[drive] buffered reads, 4 at a time; not measured, the experts are few bytes"
+    assert set_up_drives(disk, "direct", tmp_path).startswith("[drive] direct reads, 4 at a time; not measured")
+    assert os.listdir(tmp_path) == []
+
+
+# --- a mirror ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variables", [{"READ_MODE": "direct"}, {"READ_MODE": "buffered"}, {"SNAP_MIRROR": "mirror"}])
+def test_no_way_of_reading_changes_an_answer(load, mirror, variables):
+    ids = reference(NAME)[0]["seq"]
+    plain = all_logits(load(FIXTURES / NAME, cap=2).model, ids)
+    variables = {name: mirror if value == "mirror" else value for name, value in variables.items()}
+    loaded = load(FIXTURES / NAME, cap=2, **variables)
+    assert (all_logits(loaded.model, ids) == plain).all()
+    assert len(loaded.drive.splitlines()) == len(loaded.disk.drives.all) == 1 + ("SNAP_MIRROR" in variables)
+
+
+def test_a_mirror_is_a_copy(load, mirror, tmp_path):
+    def refused(folder, message):
+        with pytest.raises(Refused, match=f"SNAP_MIRROR={folder}: {message}"):
+            load(FIXTURES / NAME, SNAP_MIRROR=folder)
+
+    refused(tmp_path / "absent", "no such folder")
+    refused(FIXTURES / NAME, "model.safetensors is the snapshot's own file")
+    path = mirror / "model.safetensors"
+    data = path.read_bytes()
+    for other in (data[:-1], data + b"\0", data.replace(b"F16", b"I16", 1), b"\xff" * 8 + data[8:], b""):
+        path.write_bytes(other)
+        refused(mirror, "model.safetensors differs from that of SNAP")
+    path.unlink()
+    refused(mirror, "model.safetensors: No such file or directory; copy the snapshot again")
+
+
+class Recorded:
+    """A drive that notes its reads, and fails when told to."""
+
+    def __init__(self, speed, depth=1):
+        self.root, self.speed = f"drive {speed}", DriveSpeed("direct", depth, speed)
+        self.reads, self.outstanding, self.is_failed, self.error = [], 0, False, None
+
+    def read(self, place, buffer, what):
+        self.reads.append(what)
+        if self.error:
+            raise self.error
+
+
+def test_reads_are_shared_by_speed(places):
+    """Each goes where it would be done first: of two drives the one twice as fast gets two of three."""
+    drives = Drives([Recorded(2.0, depth=4), Recorded(1.0, depth=2)])
+    taken = [drives.take(100) for _ in range(30)]
+    assert [taken.count(drive) for drive in drives.all] == [20, 10]
+    assert taken[0] is drives.all[0] and drives.depth == 6
+    equal = Drives([Recorded(1.0), Recorded(1.0)])
+    assert [equal.all.index(equal.take(100)) for _ in range(4)] == [0, 1, 0, 1]
+    for _ in range(9):  # nothing outstanding: always the faster one
+        drives = Drives([Recorded(2.0), Recorded(1.0)])
+        drives.read(places[0], None, "x")
+        assert drives.all[0].reads == ["x"] and drives.all[0].outstanding == 0
+
+
+def test_a_drive_that_fails_is_left_out(places):
+    drives = Drives([Recorded(2.0, depth=4), Recorded(1.0, depth=2)])
+    first, second = drives.all
+    first.error = Refused("bad.safetensors: Input/output error")
+    with pytest.warns(DriveWarning, match=r"bad.*Input/output error; drive 2.0 is no longer read from") as caught:
+        for i in range(3):
+            drives.read(places[i], None, i)
+    assert len(caught) == 1 and first.reads == [0] and second.reads == [0, 1, 2] and drives.depth == 2
+    second.error = Refused("the last one")
+    for _ in range(2):
+        with pytest.raises(Refused, match="the last one"):
+            drives.read(places[0], None, "x")
+    assert first.outstanding == second.outstanding == 0
+
+
+@pytest.mark.parametrize("broken", ["snapshot", "mirror"])
+def test_many_threads_and_a_drive_that_breaks(mirror, monkeypatch, broken):
+    """Eight threads read all experts four times, and halfway one copy begins to give errors only."""
+    monkeypatch.setattr(reader_module, "PAUSES", (0, 0))
+    bad = os.stat((mirror if broken == "mirror" else FIXTURES / NAME) / "model.safetensors")
+    meet, halfway, is_met = threading.Barrier(8), threading.Event(), threading.Event()
+
+    def preadv(descriptor, *call):
+        if halfway.is_set():
+            if os.path.samestat(os.fstat(descriptor), bad):
+                is_met.set()
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            is_met.wait(30)  # the good copy is busy until somebody asks the other
+        return os.preadv(descriptor, *call)
+
+    reader = Reader(preadv)
+    config, family = read_config(FIXTURES / NAME)
+    disk = ExpertDisk(config, family, read_index(FIXTURES / NAME), reader)
+    disk.add_mirror(mirror)
+    data, wrong = (mirror / "model.safetensors").read_bytes(), []
+
+    def work(i):
+        size = disk.max_expert_bytes
+        buffer = memoryview(Arena(size).memory)[:size]
+        for turn in range(4):
+            if turn == 2:
+                meet.wait()
+                halfway.set()
+            for key in list(disk.places)[i::8]:
+                disk.read(*key, buffer)
+                for run in disk.places[key].runs:
+                    if buffer[run.at :][: run.num_bytes] != data[run.offset :][: run.num_bytes]:
+                        wrong.append(key)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    reader.close()
+    assert not wrong and [drive.is_failed for drive in disk.drives.all] == [broken == "snapshot", broken == "mirror"]
+    assert len(caught) == 1 and re.search(
+        r"errno 5\) at byte \d+, reading expert \d of layer \d", str(caught[0].message)
+    )
+    assert [drive.outstanding for drive in disk.drives.all] == [0, 0]

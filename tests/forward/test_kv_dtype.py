@@ -1,0 +1,229 @@
+"""KV_DTYPE=bf16: half the memory, the kernels' bits those of the same values in float32, and never silent."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from forward import cost
+from forward.kv_cache import KvState
+from forward.step import step, step_all
+from generate.kv_rows import LatentCache
+from kernels import dispatch, reference
+from kernels.build import VARIANTS, processor_flags
+from kernels.packing import FORMATS
+from settings import EMBEDDED_SNAPSHOT
+from tests.conftest import FIXTURES, read_json
+from tests.forward.test_bits import ids_of, need_kernels
+from tests.forward.test_forward import all_logits
+from tests.kernels.test_kernels import attention_case, kernels, randn  # noqa: F401
+
+# --- kernels ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def with_threads(kernels):  # noqa: F811
+    """Every set of instructions, with one thread and with two."""
+
+    def each():
+        for native in kernels.values():
+            for threads in (1, 2):
+                native.set_threads(threads)
+                yield native
+
+    yield each
+    for native in kernels.values():
+        native.set_threads(1)
+
+
+def same(a, b):
+    """Equal bits; one NaN is as good as another."""
+    return torch.equal(a.nan_to_num(nan=1e30), b.nan_to_num(nan=1e30)) and torch.equal(a.isnan(), b.isnan())
+
+
+# Heads, nope, rope, value and latent widths, positions: whole steps of 32 columns, then widths that are filled up.
+SHAPES = [(9, 16, 32, 20, 64, 90), (8, 16, 8, 20, 24, 90), (3, 12, 16, 9, 130, 77), (2, 8, 5, 8, 7, 40)]
+
+
+@pytest.mark.parametrize("topk", [None, 21])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_attention_gives_the_bits_of_the_same_values_in_float32(with_threads, shape, topk):
+    H, N, R, V, L, S = shape
+    T, scale = 20, (N + R) ** -0.5
+    queries, kv_b, latents, rope_keys = attention_case(H, N, R, V, L, S, T, FORMATS["int4-g64"])
+    latents[3, 5], latents[S - 2, 1], rope_keys[S - 4, 2] = torch.nan, torch.inf, 1e-40  # seen, too, by some rows alone
+    latents, rope_keys = latents.bfloat16(), rope_keys.bfloat16()
+    first, selection = S - T, None
+    if topk:  # of which not all rows have the position that is not a number
+        g = torch.Generator().manual_seed(9)
+        chosen = [sorted(torch.randperm(first + t + 1, generator=g)[: topk - t % 3].tolist()) for t in range(T)]
+        selection = torch.tensor([row + [-1] * (topk - len(row)) for row in chosen])
+    else:
+        latents[3, 5] = 1
+
+    def attend(where, keys, start, stop):
+        known = [part[: first + stop] for part in keys]
+        some = None if selection is None else selection[start:stop]
+        return where.absorbed_attention(queries[start:stop], kv_b, *known, first + start, some, V, scale)
+
+    wide = latents.float(), rope_keys.float()
+    assert same(attend(reference, (latents, rope_keys), 0, T), attend(reference, wide, 0, T))
+    expected = None
+    for native in with_threads():
+        expected = attend(native, wide, 0, T) if expected is None else expected
+        assert same(attend(native, (latents, rope_keys), 0, T), expected), native.name
+        for start, stop in ((0, 1), (1, 3), (3, 17), (17, 20)):  # few rows go another way than many
+            assert same(attend(native, (latents, rope_keys), start, stop), expected[start:stop]), (native.name, start)
+    assert expected.isfinite().any() and not expected.isfinite().all()
+
+
+@pytest.mark.parametrize("shape", [(5, 8, 32, 40), (3, 32, 128, 130), (4, 3, 20, 66), (1, 2, 1, 1)], ids=str)
+def test_index_scores_give_the_bits_of_the_same_values_in_float32(with_threads, shape):
+    T, H, D, S = shape
+    queries, weights, keys = randn(T, H, D), randn(T, H, seed=1), randn(S, D, seed=2).bfloat16()
+    assert torch.equal(
+        reference.index_scores(queries, weights, keys), reference.index_scores(queries, weights, keys.float())
+    )
+    expected = None
+    for native in with_threads():
+        expected = native.index_scores(queries, weights, keys.float()) if expected is None else expected
+        assert torch.equal(native.index_scores(queries, weights, keys), expected), native.name
+        assert torch.equal(native.index_scores(queries[-1:], weights[-1:], keys), expected[-1:])
+        assert torch.equal(native.index_scores(queries, weights, keys[: S // 2 + 1]), expected[:, : S // 2 + 1])
+
+
+# --- the state --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def model(load):
+    return load(FIXTURES / "glm_moe_dsa_mtp", KV_DTYPE="bf16").model
+
+
+def test_a_state_takes_half_the_memory(load, model):
+    plain = load(FIXTURES / "glm_moe_dsa_mtp")
+    kv = KvState(model.config, 100)
+    assert kv.bytes == KvState(plain.config, 100).bytes // 2 == KvState.bytes_for(model.config, 100)
+    assert kv.bytes == sum(t.numel() * t.element_size() for t in (kv.latents, kv.rope_keys, kv.index_keys))
+    assert LatentCache.empty(model.config, 100, num_rows=3).bytes == 3 * kv.bytes
+    asked = load(FIXTURES / "glm_moe_dsa_mtp", KV_DTYPE="bf16", CTX=100)
+    assert asked.plan.kv_bytes == kv.bytes
+    for count in (cost.kv_bytes_stored, lambda config: cost.kv_bytes_read(config, 50)):
+        assert 2 * count(model.config) == count(plain.config)
+
+
+def test_the_definition_widens_and_the_plan_counts_it(model):
+    plain = replace(model.config, kv_dtype="f32")
+    more = cost.scratch_bytes(model.config, 64, 4096) - cost.scratch_bytes(plain, 64, 4096)
+    assert more == 4 * 4096 * (plain.kv_lora_rank + plain.rope_head_dim)
+    assert cost.scratch_bytes(model.config, 64, 4096, True) == cost.scratch_bytes(plain, 64, 4096, True)
+
+
+def test_what_is_appended_is_rounded_half_to_even(model):
+    config, step_of_one = model.config, 2.0**-7  # between bfloat16 numbers from 1 to 2
+    row = KvState(config, 8).bind(config.num_layers)
+    given = torch.tensor([1 + step_of_one / 2, 1 + 1.5 * step_of_one, 1 + 0.51 * step_of_one, -1 - step_of_one / 2])
+    kept = torch.tensor([1, 1 + 2 * step_of_one, 1 + step_of_one, -1])
+    rows = [given[:, None].expand(4, width) for width in (config.kv_lora_rank, config.rope_head_dim)]
+    for known in (*row.append(*rows), row.append_index(given[:, None].expand(4, config.index_head_dim))):
+        assert known.dtype == torch.bfloat16 and torch.equal(known.float(), kept[:, None].expand_as(known))
+
+
+def test_trim_and_clone_lose_nothing(model):
+    ids = ids_of("glm_moe_dsa_mtp")
+    whole = KvState(model.config, 48)
+    step(model, [(ids[:20], whole)])
+    expected = step(model, [(ids[20:30], whole)])
+    kv = KvState(model.config, 20)
+    step(model, [(ids[:20], kv)])
+    clones = [kv.clone(capacity=48), LatentCache([kv]).clone(2, 48).states[1]]
+    kv.trim(3)
+    step(model, [([9, 9, 9], kv)])
+    assert not torch.equal(kv.latents[:, 3:6], clones[0].latents[:, 3:6])
+    for clone in clones:
+        assert clone.latents.dtype == clone.rope_keys.dtype == clone.index_keys.dtype == torch.bfloat16
+        torch.testing.assert_close(step(model, [(ids[20:30], clone)]), expected, atol=1e-4, rtol=0)
+        clone.trim(20)
+        torch.testing.assert_close(step(model, [(ids[20:30], clone)]), expected, atol=1e-4, rtol=0)
+
+
+# --- a whole model ----------------------------------------------------------------------------------------------------
+
+NAMES = {"tiny": EMBEDDED_SNAPSHOT} | {name: FIXTURES / name for name in ("glm_moe_dsa", "glm_moe_dsa_fp8")}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_same_bits_however_they_are_computed(load, name):
+    loaded, ids = load(NAMES[name], KV_DTYPE="bf16", THREADS=1), ids_of(name)[:300]
+    need_kernels(loaded)
+    model, count = loaded.model, len(ids)
+    at_once = all_logits(model, ids)
+    assert torch.equal(all_logits(model, ids, [1] * count), at_once)
+    assert torch.equal(all_logits(model, ids, [2, 3, 17, 1, count - 23]), at_once)
+    for chunk in (1, 5, 16):
+        other = load(NAMES[name], cap=2, KV_DTYPE="bf16", PREFILL_CHUNK=chunk, THREADS=2).model
+        assert torch.equal(all_logits(other, ids), at_once), chunk
+    states = [KvState(model.config, count) for _ in range(3)]
+    step(model, [(ids[:20], states[0]), (ids[:7], states[1])])
+    together = step_all(model, [(ids[20:31], states[0]), (ids[7:8], states[1]), (ids[:19], states[2])])
+    assert torch.equal(together, torch.cat([at_once[20:31], at_once[7:8], at_once[:19]]))
+    # The rounding is there, and it is small: the last of 8 bits, in each of a few layers.
+    plain = all_logits(load(NAMES[name]).model, ids)
+    error = (at_once - plain).abs().max(-1).values / plain.std()
+    assert 1e-5 < error.median() < 0.05
+
+
+@pytest.mark.parametrize("variant", ["avx512", "avx2", "portable"])
+def test_the_same_bits_with_other_instructions(load, variant):
+    if not processor_flags().issuperset(VARIANTS[variant]):
+        pytest.skip(f"this processor has no {variant}")
+    ids = ids_of("glm_moe_dsa")
+    loaded = load(NAMES["glm_moe_dsa"], KV_DTYPE="bf16")
+    need_kernels(loaded)
+    expected = all_logits(loaded.model, ids)
+    assert torch.equal(all_logits(load(NAMES["glm_moe_dsa"], KV_DTYPE="bf16", KERNELS=variant).model, ids), expected)
+
+
+def test_the_reference_path_is_near(load):
+    ids = ids_of("tiny")[:300]
+    loaded = load(NAMES["tiny"], KV_DTYPE="bf16")
+    need_kernels(loaded)
+    native = all_logits(loaded.model, ids)
+    torch_only = all_logits(load(NAMES["tiny"], KV_DTYPE="bf16", KERNELS="reference").model, ids)
+    assert dispatch.candidates == []
+    error = (native - torch_only).abs().max(-1).values / torch_only.std()
+    # A value that falls on the other side of a half moves the logits about as much as rounding does (the test above),
+    # and it seldom happens.
+    assert error.median() < 1e-4 and error.max() < 0.03
+    assert (native.argmax(-1) == torch_only.argmax(-1)).float().mean() > 0.99
+
+
+# --- the door ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_greedy_run_says_it_and_drafts_change_no_text(run_colibri, tmp_path):
+    texts = set()
+    for draft in (0, 4):
+        process = run_colibri(
+            KV_DTYPE="bf16", PROMPT="Once upon a time", TEMP=0, NGEN=24, DRAFT=draft, REPORT=tmp_path / "r.json"
+        )
+        assert process.returncode == 0, process.stderr
+        [line] = [line for line in process.stderr.decode().splitlines() if "KV_DTYPE" in line]
+        assert line.startswith("[lossy] KV_DTYPE=bf16: ")
+        assert read_json(tmp_path / "r.json")["lossy"] == [line.removeprefix("[lossy] ")]
+        texts.add(process.stdout)
+    assert len(texts) == 1 and texts.pop().strip()
+
+
+def test_the_default_says_nothing(load):
+    for variables in ({}, {"KV_DTYPE": "f32"}, {"KV_DTYPE": ""}):
+        loaded = load(EMBEDDED_SNAPSHOT, **variables)
+        assert loaded.lossy == () and KvState(loaded.config, 1).latents.dtype == torch.float32
+
+
+@pytest.mark.parametrize("value", ["f16", "BF16", "1"])
+def test_another_value_is_refused_in_a_line(run_colibri, value):
+    process = run_colibri(KV_DTYPE=value, PROMPT="x")
+    assert process.returncode == 2 and process.stdout == b""
+    assert process.stderr.decode().splitlines()[-1].endswith(f"KV_DTYPE='{value}': expected f32 or bf16")
+    assert process.stderr.count(b"\n") == 1

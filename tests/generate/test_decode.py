@@ -1,0 +1,132 @@
+"""spec_decode: the same tokens at any draft depth and quality, greedy and sampled, and clean ends."""
+
+import pytest
+
+from forward.kv_cache import KvState
+from generate.decode import DecodeCounters, spec_decode
+from generate.draft import NoDraft
+from generate.sampler import Sampler
+from tests.conftest import FIXTURES, reference
+
+NAME = "glm_moe_dsa"
+SAMPLERS = {"greedy": Sampler(), "sampled": Sampler(temperature=1.5, nucleus=0.95, seed=11)}
+
+
+@pytest.fixture
+def model(load):
+    return load(FIXTURES / NAME, cap=2).model
+
+
+class Script(NoDraft):
+    """A draft source that guesses the known continuation, every `wrong_every`-th guess spoilt."""
+
+    def __init__(self, known, depth, wrong_every=0):
+        self.known, self.depth, self.wrong_every, self.count = known, depth, wrong_every, 0
+
+    def propose(self, ids, max_tokens):
+        guesses = self.known[len(ids) : len(ids) + min(self.depth, max_tokens)]
+        out = []
+        for guess in guesses:
+            self.count += 1
+            spoilt = self.wrong_every and self.count % self.wrong_every == 0
+            out.append((guess + 1) % 512 if spoilt else guess)
+        return out
+
+
+def generate(model, prompt, sampler, num_tokens, **options):
+    kv, counters = KvState(model.config, len(prompt) + num_tokens), DecodeCounters()
+    ids = list(spec_decode(model, kv, prompt, sampler, num_tokens, counters=counters, **options))
+    return ids, kv, counters
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS.values(), ids=SAMPLERS)
+@pytest.mark.parametrize("depth", [1, 3, 8])
+@pytest.mark.parametrize("wrong_every", [0, 1, 3], ids=["right", "wrong", "mixed"])
+def test_drafts_change_the_number_of_forwards_and_nothing_else(model, sampler, depth, wrong_every):
+    prompt = reference(NAME)[0]["greedy"]["prompt"]
+    plain, plain_kv, _ = generate(model, prompt, sampler, 20)
+    draft = Script(prompt + plain, depth, wrong_every)
+    drafted, kv, counters = generate(model, prompt, sampler, 20, draft=draft)
+    assert drafted == plain and kv.length == plain_kv.length == len(prompt) + 19
+    if wrong_every == 0:
+        assert counters.accepted == counters.proposed > 0 and counters.forwards < 19
+        assert counters.tokens_per_forward == pytest.approx(19 / counters.forwards)
+    if wrong_every == 1:
+        assert counters.accepted == 0 and counters.forwards == 19
+    # what follows depends on the KV the drafts left behind: trim and go on
+    more = list(spec_decode(model, kv.clone(60), prompt + drafted, sampler, 8))
+    expected = list(spec_decode(model, plain_kv.clone(60), prompt + plain, sampler, 8))
+    assert more == expected
+
+
+def test_sampling_depends_on_the_seed_and_the_row(model):
+    prompt = [5, 6, 7]
+    texts = [
+        generate(model, prompt, Sampler(1.5, 0.95, seed, row), 12)[0] for seed, row in [(1, 0), (1, 0), (2, 0), (1, 1)]
+    ]
+    assert texts[0] == texts[1] and texts[0] != texts[2] and texts[0] != texts[3]
+
+
+def test_a_stop_token_ends_it_and_is_not_yielded(model):
+    ref = reference(NAME)[0]["greedy"]
+    stop = ref["continuation"][6]
+    first = ref["continuation"].index(stop)
+    ids, kv, counters = generate(model, ref["prompt"], Sampler(), 24, stop_ids={stop})
+    assert ids == ref["continuation"][:first] and counters.stop_id == stop
+    assert kv.length == len(ref["prompt"]) + first
+    # a drafted stop token too, and one that only the draft wants does not
+    draft = Script(ref["prompt"] + ref["continuation"], 4)
+    assert generate(model, ref["prompt"], Sampler(), 24, stop_ids={stop}, draft=draft)[0] == ids
+    wrong = Script(ref["prompt"] + ref["continuation"], 4, wrong_every=2)
+    unwanted = next(i for i in range(512) if i not in ref["continuation"])
+    wrong.propose = lambda known, most: [unwanted] * most
+    drafted = generate(model, ref["prompt"], Sampler(), 24, stop_ids={unwanted}, draft=wrong)[0]
+    assert drafted == ref["continuation"]
+
+
+def test_a_beginning_that_is_known_is_not_prefilled_again(model):
+    ref = reference(NAME)[0]["greedy"]
+    _, kv, _ = generate(model, ref["prompt"], Sampler(), 24)
+    kv.trim(7)
+    rows = []
+    out = list(
+        spec_decode(model, kv, ref["prompt"], Sampler(), 24, progress=lambda layer, num_layers, n: rows.append(n))
+    )
+    assert out == ref["continuation"] and not rows  # five rows are no prefill worth reporting
+
+
+def test_whoever_stops_listening_leaves_no_guess_behind(model):
+    ref = reference(NAME)[0]["greedy"]
+    kv = KvState(model.config, 60)
+    draft = Script(ref["prompt"] + ref["continuation"], 8)
+    generation = spec_decode(model, kv, ref["prompt"], Sampler(), 24, draft=draft)
+    taken = [next(generation) for _ in range(4)]
+    generation.close()
+    assert kv.length == 12 + 4
+    rest = list(spec_decode(model, kv.clone(), ref["prompt"] + taken + ref["continuation"][4:5], Sampler(), 19))
+    assert taken + ref["continuation"][4:5] + rest == ref["continuation"]
+
+
+def test_the_room_is_checked_first_and_used_to_the_last_position(model):
+    ref = reference(NAME)[0]["greedy"]
+    kv = KvState(model.config, 12 + 23)  # the last token needs no position
+    assert list(spec_decode(model, kv, ref["prompt"], Sampler(), 24)) == ref["continuation"]
+    with pytest.raises(ValueError, match="do not fit"):
+        next(spec_decode(model, KvState(model.config, 34), ref["prompt"], Sampler(), 24))
+    with pytest.raises(ValueError, match="at least one prompt id"):
+        next(spec_decode(model, KvState(model.config, 34), [], Sampler(), 2))
+
+
+def test_counters_may_run_over_several_generations(model):
+    counters = DecodeCounters()
+    for _ in range(2):
+        kv = KvState(model.config, 40)
+        assert len(list(spec_decode(model, kv, [1, 2], Sampler(), 5, counters=counters))) == 5
+    assert counters.tokens == 10
+
+
+def test_nothing_runs_before_the_first_token_is_asked_for(model):
+    kv = KvState(model.config, 40)
+    spec_decode(model, kv, [1, 2], Sampler(), 5)
+    assert kv.length == 0
+    assert list(spec_decode(model, kv, [1, 2], Sampler(), 0)) == []

@@ -1,0 +1,385 @@
+"""Engine: one prefill, N rows in lock-step, tools with forced tokens; on our model and on scripted ones."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from generate.draft import NoDraft
+from generate.engine import Engine, naive_generate
+from generate.kv_rows import HeadCache, LatentCache
+from generate.sampler import Sampler
+from generate.tools.calculator import calculate
+from generate.tools.row_state import Tool
+from settings import EMBEDDED_SNAPSHOT
+from tests.conftest import FIXTURES, read_json, reference
+
+REF, _ = reference("glm_moe_dsa")
+PROMPT = REF["greedy"]["prompt"]
+TINY = read_json(EMBEDDED_SNAPSHOT / "ref_glm.json")
+
+
+@pytest.fixture
+def model(load):
+    return load(FIXTURES / "glm_moe_dsa", cap=3).model
+
+
+# --- models that can be scripted --------------------------------------------------------------------------------------
+
+BOS, END, START, STOP, OUT, OUT_END = 256, 257, 258, 259, 260, 261
+VOCAB = 262
+
+
+class Bytes:
+    """A tokenizer of bytes, with names for the specials above them."""
+
+    def encode(self, text):
+        return list(text.encode())
+
+    def decode(self, ids):
+        return bytes(i for i in ids if i < 256).decode(errors="replace")
+
+
+class Scripted:
+    """A model with a cache by heads. `script(row, ids so far) -> id` is what it wants next, or None for uniform
+    logits. It finds its history in the cache, so that a wrong clone or trim would show."""
+
+    def __init__(self, script):
+        self.script, self.config = (
+            script,
+            SimpleNamespace(n_layer=2, n_head=4, n_kv_head=2, n_embd=16, sequence_len=128),
+        )
+        self.calls = []  # (rows, tokens) of each forward
+
+    def get_device(self):
+        return "cpu"
+
+    def forward(self, ids, kv_cache):
+        rows, count = ids.shape
+        self.calls.append((rows, count))
+        for layer in range(2):
+            values = ids[:, :, None, None].expand(rows, count, 2, 4).float()
+            known, _ = kv_cache.append(layer, values, -values)
+        kv_cache.advance(count)
+        number = kv_cache.extra.setdefault("number", torch.zeros(rows, 1))
+        number += count
+        logits = torch.zeros(rows, count, VOCAB)
+        for row in range(rows):
+            history = known[row, :, 0, 0].int().tolist()
+            assert int(number[row]) == len(history)
+            wanted = self.script(row, history)
+            if wanted is not None:
+                logits[row, -1, wanted] = 50.0
+        return logits
+
+
+def uniform(*_):
+    return None
+
+
+def says(*words):
+    """A script: after the prompt of one id, these ids one after the other."""
+    ids = [i for word in words for i in (Bytes().encode(word) if isinstance(word, str) else [word])]
+    return lambda row, history: ids[len(history) - 1] if len(history) - 1 < len(ids) else END
+
+
+CALCULATOR = Tool(START, STOP, OUT, OUT_END, calculate)
+
+
+def engine_of(script, tools=(), terminal_ids=(END, BOS)):
+    return Engine(Scripted(script), Bytes(), terminal_ids, tools)
+
+
+# --- the caches -------------------------------------------------------------------------------------------------------
+
+
+def test_a_cache_by_heads():
+    cache = HeadCache(3, 2, 10, 4, 8)
+    assert (cache.num_rows, cache.capacity, cache.length, cache.get_pos()) == (2, 10, 0, 0)
+    assert cache.bytes == 2 * 3 * 2 * 10 * 4 * 8 * 4 and cache.get_layer_cache(1)[0].shape == (2, 10, 4, 8)
+    keys = torch.randn(2, 6, 4, 8)
+    known, values = cache.append(1, keys, -keys)
+    assert torch.equal(known, keys) and torch.equal(values, -keys) and cache.length == 0
+    cache.advance(6)
+    assert cache.lengths.tolist() == [6, 6]
+    assert torch.equal(cache.append(1, keys[:, :2], keys[:, :2])[0], torch.cat([keys, keys[:, :2]], 1))
+    for call in (lambda: cache.append(0, keys, keys), lambda: cache.advance(5), lambda: cache.check_room(5)):
+        with pytest.raises(ValueError, match="10 positions with 6 has no room for"):
+            call()
+    cache.trim(3)
+    assert cache.length == 3
+    with pytest.raises(ValueError, match="cannot trim a cache of 3 positions to 4"):
+        cache.trim(4)
+    cache.reset()
+    assert cache.length == 0
+
+
+def test_a_prefill_is_copied_to_every_row_with_what_stands_beside_it():
+    one = HeadCache(2, 1, 5, 2, 4)
+    keys = torch.randn(1, 5, 2, 4)
+    for layer in range(2):
+        one.append(layer, keys + layer, keys - layer)
+    one.advance(5)
+    one.extra["last"] = torch.tensor([[7.0]])
+    many = one.clone(3, 9)
+    assert many.lengths.tolist() == [5, 5, 5] and many.capacity == 9
+    for layer in range(2):
+        assert all(torch.equal(many.keys[layer, row, :5], keys[0] + layer) for row in range(3))
+    many.extra["last"][1] = 0
+    many.keys[0, 1] = 0
+    assert one.extra["last"].item() == 7 and torch.equal(one.keys[0], keys)  # copies
+    many.keep([2, 0])
+    assert many.num_rows == 2 and many.extra["last"].tolist() == [[7], [7]]
+    for other, message in [
+        (HeadCache(2, 1, 99, 2, 4), "cannot hold one of 99"),
+        (HeadCache(3, 1, 5, 2, 4), "does not fit"),
+        (HeadCache(2, 2, 5, 2, 4), "does not fit"),
+        (HeadCache(2, 1, 5, 2, 5), "does not fit"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            HeadCache(2, 3, 9, 2, 4).prefill(other)
+    with pytest.raises(ValueError, match="only an empty cache"):
+        many.prefill(one)
+
+
+def test_a_cache_of_latents(model):
+    cache = LatentCache.empty(model.config, 20)
+    engine = Engine(model)
+    engine.rows.forward([PROMPT], cache, [1], NoDraft())
+    many = cache.clone(3, 30)
+    assert (many.num_rows, many.lengths, many.capacity) == (3, [12] * 3, 30) and many.bytes == 3 * many.states[0].bytes
+    many.keep([1])
+    many.trim(5)
+    assert cache.lengths == [12] and many.lengths == [5] and many.num_rows == 1
+    many.reset()
+    assert many.lengths == [0]
+
+
+# --- nanochat's own tests ---------------------------------------------------------------------------------------------
+
+
+def test_rows_draw_their_own_first_token():
+    first, _ = next(engine_of(uniform).generate([BOS], num_samples=16, max_tokens=5))
+    assert len(set(first)) > 1
+
+
+@pytest.mark.parametrize("seed", [1, 42, 123, 999])
+def test_a_seed_gives_the_same_again(seed):
+    runs = [engine_of(uniform).generate_batch([BOS, 5], max_tokens=10, seed=seed)[0] for _ in range(3)]
+    assert runs[0] == runs[1] == runs[2]
+
+
+def test_seeds_differ():
+    texts = {tuple(engine_of(uniform).generate_batch([BOS], max_tokens=8, seed=seed)[0][0]) for seed in range(10)}
+    assert len(texts) > 1
+
+
+def test_temperature_0_knows_no_seed(model):
+    runs = [Engine(model).generate_batch(PROMPT, max_tokens=6, temperature=0, seed=seed)[0] for seed in (1, 2)]
+    assert runs[0] == runs[1] == [PROMPT + REF["greedy"]["continuation"][:6]]
+
+
+@pytest.mark.parametrize("most", [0, 1, 4, 16, 64])
+def test_max_tokens(most):
+    steps = list(engine_of(uniform, terminal_ids=()).generate([BOS], max_tokens=most))
+    assert len(steps) == most
+
+
+@pytest.mark.parametrize("count", [1, 4, 16, 64])
+def test_num_samples(count):
+    sequences, masks = engine_of(uniform).generate_batch([BOS], num_samples=count, max_tokens=3)
+    assert len(sequences) == len(masks) == count
+
+
+def test_top_k_keeps_exactly_k():
+    engine = engine_of(uniform, terminal_ids=())
+    columns = [column for column, _ in engine.generate([BOS], num_samples=64, max_tokens=4, top_k=3)]
+    assert {token for column in columns for token in column} == {0, 1, 2}  # ties: the lowest ids
+    assert {t for c, _ in engine.generate([BOS], num_samples=8, max_tokens=2, top_k=1) for t in c} == {0}
+    logits = torch.tensor([0.0, 3.0, 1.0, 3.0, 2.0])
+    p = Sampler(temperature=2.0, top_k=3).probabilities(logits)
+    expected = torch.tensor([3.0, 3.0, 2.0], dtype=torch.float64).div(2).softmax(0)
+    torch.testing.assert_close(p[[1, 3, 4]], expected)
+    assert p[[0, 2]].tolist() == [0, 0]
+
+
+# --- one prefill, rows that come and go -------------------------------------------------------------------------------
+
+
+def test_one_prefill_whatever_the_number_of_rows_and_no_forward_too_many():
+    for count in (1, 7):
+        engine = engine_of(uniform, terminal_ids=())
+        assert len(list(engine.generate([BOS, 1, 2], num_samples=count, max_tokens=4))) == 4
+        assert engine.rows.model.calls == [(1, 3)] + [(count, 1)] * 3
+    engine = engine_of(uniform)
+    steps = engine.generate([BOS], num_samples=2, max_tokens=4)
+    assert engine.rows.model.calls == []  # nothing runs before it is asked for
+    next(steps)
+    assert engine.rows.model.calls == [(1, 1)]
+
+
+def test_as_many_tokens_as_the_model_has_positions():
+    steps = list(engine_of(uniform, terminal_ids=()).generate([BOS] * 120))
+    assert len(steps) == 8
+
+
+def test_rows_that_end_leave_the_forward_and_the_others_do_not_notice(model):
+    """Sampled rows with a terminal id that some draw early: each row equals the row of a run where nobody ends."""
+    engine = Engine(model, terminal_ids=())
+    whole, _ = engine.generate_batch(PROMPT, num_samples=6, max_tokens=16, temperature=2.0, seed=3)
+    ends = {whole[1][len(PROMPT) + 2], whole[4][len(PROMPT) + 5]}
+    some = Engine(model, terminal_ids=ends)
+    rows, plain = [], some.rows.forward
+
+    def counted(ids, *more):
+        rows.append(len(ids))
+        return plain(ids, *more)
+
+    some.rows.forward = counted
+    sequences, masks = some.generate_batch(PROMPT, num_samples=6, max_tokens=16, temperature=2.0, seed=3)
+    for row in range(6):
+        text = whole[row][len(PROMPT) :]
+        stop = next((i for i, token in enumerate(text) if token in ends), len(text))
+        assert sequences[row] == PROMPT + text[:stop] and masks[row] == [0] * len(PROMPT) + [1] * stop
+    assert rows[-1] < 6 and rows == [1, *sorted(rows[1:], reverse=True)]
+
+
+def test_a_finished_row_repeats_its_terminal_id_with_mask_0():
+    script = lambda row, history: END if history[2:3] == [65] else 66  # noqa: E731
+
+    class FirstDiffers(Scripted):
+        def forward(self, ids, kv_cache):
+            logits = super().forward(ids, kv_cache)
+            if ids.shape[1] == 2:  # the prompt: two first tokens are as likely
+                logits[:] = 0
+                logits[:, -1, [65, 66]] = 50.0
+            return logits
+
+    engine = Engine(FirstDiffers(script), Bytes(), (END,))
+    steps = list(engine.generate([BOS, 1], num_samples=12, max_tokens=5, seed=1))
+    ended = [row for row in range(12) if steps[0][0][row] == 65]
+    assert 0 < len(ended) < 12
+    for row in range(12):
+        column, masks = zip(*((ids[row], mask[row]) for ids, mask in steps), strict=True)
+        if row in ended:
+            assert column == (65, END, END, END, END) and masks == (1, 1, 0, 0, 0)
+        else:
+            assert column == (66,) * 5 and masks == (1,) * 5
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_greedy_rows_equal_a_full_forward_for_every_token(model, count):
+    expected = naive_generate(model, PROMPT, 12, Sampler())
+    assert expected == REF["greedy"]["continuation"][:12]
+    sequences, _ = Engine(model, terminal_ids=()).generate_batch(
+        PROMPT, num_samples=count, max_tokens=12, temperature=0
+    )
+    assert sequences == [PROMPT + expected] * count
+
+
+def test_sampled_rows_equal_a_full_forward_for_every_token(model):
+    sequences, _ = Engine(model, terminal_ids=()).generate_batch(PROMPT, num_samples=3, max_tokens=8, seed=9)
+    for row, ids in enumerate(sequences):
+        assert ids == PROMPT + naive_generate(model, PROMPT, 8, Sampler(1.0, seed=9, row=row))
+
+
+def test_an_expert_of_several_rows_is_asked_for_once(load):
+    model = load(EMBEDDED_SNAPSHOT, cap=4).model
+    requests, plain = [], type(model.experts).request
+    model.experts.request = lambda layer, uses, rows: (
+        requests.append((layer, rows, sum(uses.values()))) or plain(model.experts, layer, uses, rows)
+    )
+    engine = Engine(model, terminal_ids=())
+    list(engine.generate(TINY["prompt_ids"], num_samples=5, max_tokens=4))
+    assert [layer for layer, _, _ in requests] == [1, 2, 3, 4] * 4
+    assert [rows for _, rows, _ in requests[::4]] == [len(TINY["prompt_ids"]), 5, 5, 5]
+    assert all(asked == 4 * rows for _, rows, asked in requests)
+
+
+def test_the_stop_ids_of_the_model_are_the_default(model):
+    assert Engine(model).terminal_ids == set(model.config.stop_ids)
+
+
+# --- tools ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_tool_is_called_and_its_result_forced():
+    engine = engine_of(says(START, "6*7", STOP, " ok", END), tools=[CALCULATOR])
+
+    def script(row, history):
+        """Goes on after the forced output."""
+        plain = [START, *b"6*7", STOP, OUT, *b"42", OUT_END, *b" ok", END]
+        return plain[len(history) - 1]
+
+    engine.rows.model.script = script
+    [ids], [masks] = engine.generate_batch([BOS], max_tokens=40)
+    assert ids == [BOS, START, *b"6*7", STOP, OUT, *b"42", OUT_END, *b" ok"]
+    assert masks == [0, 1, 1, 1, 1, 1, 0, 0, 0, 0, 1, 1, 1]
+
+
+def test_what_a_tool_declines_forces_nothing():
+    engine = engine_of(says(START, "os.exit()", STOP, "x", END), tools=[CALCULATOR])
+    [ids], [masks] = engine.generate_batch([BOS], max_tokens=40)
+    assert ids == [BOS, START, *b"os.exit()", STOP, *b"x"] and set(masks[1:]) == {1}
+
+
+def test_without_tools_nothing_is_forced():
+    [ids], [masks] = engine_of(says(START, "6*7", STOP, END)).generate_batch([BOS], max_tokens=40)
+    assert ids == [BOS, START, *b"6*7", STOP] and set(masks[1:]) == {1}
+
+
+def test_rows_are_in_states_of_their_own():
+    """One row calls a tool, the other does not: forced ids of the first never reach the second."""
+
+    class Two(Scripted):
+        def forward(self, ids, kv_cache):
+            logits = super().forward(ids, kv_cache)
+            if ids.shape[1] == 2:
+                logits[:] = 0
+                logits[:, -1, [START, 66]] = 50.0
+            return logits
+
+    def script(row, history):
+        if len(history) > 2 and history[2] == START:
+            plain = [*b"1+1", STOP, OUT, *b"2", OUT_END, END]
+            return plain[len(history) - 3]
+        return END if len(history) > 11 else 66
+
+    engine = Engine(Two(script), Bytes(), (END,), [CALCULATOR])
+    sequences, masks = engine.generate_batch([BOS, 1], num_samples=10, max_tokens=20, seed=2)
+    called = [BOS, 1, START, *b"1+1", STOP, OUT, *b"2", OUT_END]
+    assert {tuple(ids) for ids in sequences} == {tuple(called), (BOS, 1, *[66] * 10)}
+    for ids, mask in zip(sequences, masks, strict=True):
+        assert mask == ([0, 0, 1, 1, 1, 1, 1, 0, 0, 0] if ids == called else [0, 0] + [1] * 10)
+
+
+# --- bad input --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "message"),
+    [
+        ([], {}, "at least one token id"),
+        (["a"], {}, "at least one token id"),
+        ([1], {"num_samples": 0}, "num_samples=0"),
+        ([1], {"temperature": -1.0}, "temperature=-1.0"),
+        ([1], {"max_tokens": -1}, "max_tokens=-1"),
+        ([1] * 129, {}, "129 prompt tokens"),
+        ([1] * 100, {"max_tokens": 30}, "do not fit 128 positions"),
+    ],
+)
+def test_bad_input_is_said(prompt, options, message):
+    with pytest.raises(ValueError, match=message):
+        next(engine_of(uniform).generate(prompt, **options))
+
+
+def test_tools_need_a_tokenizer():
+    with pytest.raises(ValueError, match="tools need a tokenizer"):
+        Engine(Scripted(uniform), tools=[CALCULATOR])
+
+
+def test_a_model_that_does_not_advance_its_cache_is_noticed():
+    model = Scripted(uniform)
+    model.forward = lambda ids, cache: torch.zeros(*ids.shape, VOCAB)
+    with pytest.raises(ValueError, match="advanced its cache by 0 for 1 tokens"):
+        next(Engine(model).generate([1]))

@@ -1,0 +1,377 @@
+"""Drafts: the MTP layer against transformers, n-grams, and that none of it changes a token or the KV state."""
+
+import random
+import shutil
+from collections import Counter
+
+import pytest
+import safetensors.torch
+import torch
+
+from forward.kv_cache import KvState
+from forward.layers_forward import layers_forward
+from forward.mtp import mtp, mtp_logits
+from forward.step import step
+from generate.decode import DecodeCounters, spec_decode
+from generate.draft import Drafter, MtpSource, NgramSource, NoDraft, mtp_guesses
+from generate.draft_length import Governor
+from generate.sampler import Sampler
+from kernels.dispatch import rms_norm
+from settings import EMBEDDED_SNAPSHOT
+from tests.conftest import FIXTURES, read_json, reference
+
+NAME = "glm_moe_dsa_mtp"
+REF, TENSORS = reference(NAME)
+TINY = read_json(EMBEDDED_SNAPSHOT / "ref_glm.json")
+SAMPLERS = {"greedy": Sampler(), "sampled": Sampler(temperature=1.2, nucleus=0.95, seed=5)}
+
+
+@pytest.fixture(params=["native", "reference"])
+def model(load, request):
+    return load(FIXTURES / NAME, DRAFT="auto", KERNELS=request.param).model
+
+
+def hidden_rows(model, kv, ids):
+    """What the model knows at each position, behind the final norm."""
+    with torch.inference_mode():
+        chunks = [hidden for _, hidden in layers_forward(model, [(ids, kv)])]
+        return rms_norm(torch.cat(chunks), model.weights.norm, model.config.rms_norm_eps)
+
+
+def generate(model, prompt, num_tokens, sampler=None, draft="auto", **options):
+    kv, counters = KvState(model.config, len(prompt) + num_tokens), DecodeCounters()
+    drafter = draft(model, kv) if callable(draft) else Drafter(model, kv, Governor(draft))
+    ids = list(spec_decode(model, kv, prompt, sampler or Sampler(), num_tokens, (), drafter, None, counters, **options))
+    return ids, kv, counters
+
+
+# --- the layer --------------------------------------------------------------------------------------------------------
+
+
+def test_logits_equal_transformers(model):
+    kv = KvState(model.config, 60)
+    hidden = hidden_rows(model, kv, REF["seq"])
+    s = mtp(model, [(REF["seq"][1:], kv)], hidden[:-1])
+    torch.testing.assert_close(mtp_logits(model, s), TENSORS["mtp_logits"], atol=1e-3, rtol=0)
+    assert mtp_logits(model, s).argmax(-1).tolist() == REF["mtp"]["argmax"]
+    assert kv.mtp_length == 47 and kv.length == 48
+
+
+@pytest.mark.parametrize("cuts", [[47], [1] * 47, [12, 1, 2, 20, 12]])
+def test_in_pieces_it_is_the_same(load, cuts):
+    model = load(FIXTURES / NAME, DRAFT="auto").model
+    kv, at, rows = KvState(model.config, 60), 0, []
+    hidden = hidden_rows(model, kv, REF["seq"])
+    for cut in cuts:
+        rows.append(mtp(model, [(REF["seq"][at + 1 : at + cut + 1], kv)], hidden[at : at + cut]))
+        at += cut
+    whole = KvState(model.config, 60)
+    whole.length = 48
+    assert torch.equal(torch.cat(rows), mtp(model, [(REF["seq"][1:], whole)], hidden[:-1]))
+
+
+def test_chained_drafts_equal_transformers(model):
+    """`draft` of slot i: what follows seq[i + 1], each guess fed back."""
+    for slot, expected in REF["mtp"]["chained_drafts"].items():
+        known = int(slot) + 1  # positions whose next token is known
+        kv = KvState(model.config, 60)
+        source = MtpSource(model, kv)
+        for chunk, hidden in layers_forward_of(model, REF["seq"][:known], kv):
+            source.follow(chunk, *chunk.segments, hidden)
+        ids = REF["seq"][: known + 1]
+        assert mtp_guesses(model, [(source, ids, len(expected["draft"]))]) == [expected["draft"]]
+
+
+def layers_forward_of(model, ids, kv):
+    """-> (chunk, hidden behind the final norm) of each chunk."""
+    with torch.inference_mode():
+        for chunk, hidden in layers_forward(model, [(ids, kv)]):
+            yield chunk, rms_norm(hidden, model.weights.norm, model.config.rms_norm_eps)
+
+
+def test_room_is_checked(load):
+    model = load(FIXTURES / NAME, DRAFT="auto").model
+    kv = KvState(model.config, 8)
+    with pytest.raises(ValueError, match="9 more slots do not fit the 8"):
+        mtp(model, [([1] * 9, kv)], torch.zeros(9, model.config.hidden_size))
+
+
+def test_the_slots_follow_trim_and_clone(load):
+    model = load(FIXTURES / NAME, DRAFT="auto").model
+    kv = KvState(model.config, 60)
+    hidden = hidden_rows(model, kv, REF["seq"])
+    mtp(model, [(REF["seq"][1:], kv)], hidden[:-1])
+    other = kv.clone()
+    kv.trim(20)
+    assert kv.mtp_length == 19 and other.mtp_length == 47  # slot 19 needs token 20, which may be another one now
+    rest = mtp(model, [(REF["seq"][20:], kv)], hidden[19:-1])
+    other.mtp_length = 19
+    assert torch.equal(mtp(model, [(REF["seq"][20:], other)], hidden[19:-1]), rest)
+
+
+# --- drafts change nothing --------------------------------------------------------------------------------------------
+
+
+class Wrong(Drafter):
+    """A drafter whose guesses are spoilt: all of them, or every third."""
+
+    every = 1
+
+    def propose(self, ids, max_tokens):
+        guesses = super().propose(ids, max_tokens)
+        return [(g + 1) % 512 if i % self.every == self.every - 1 else g for i, g in enumerate(guesses)]
+
+
+class Mixed(Wrong):
+    every = 3
+
+
+class Right(NoDraft):
+    """Knows what comes."""
+
+    def __init__(self, known, depth):
+        self.known, self.depth = known, depth
+
+    def propose(self, ids, max_tokens):
+        return self.known[len(ids) : len(ids) + min(self.depth, max_tokens)]
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS.values(), ids=SAMPLERS)
+@pytest.mark.parametrize(
+    ("kernels", "depth"), [*(("native", d) for d in ("auto", "1", "3", "8")), ("reference", "3"), ("reference", "8")]
+)
+def test_the_same_ids_and_the_same_kv(load, kernels, sampler, depth):
+    model = load(FIXTURES / NAME, DRAFT="auto", KERNELS=kernels).model
+    prompt = REF["greedy"]["prompt"]
+    plain, plain_kv, _ = generate(model, prompt, 24, sampler, lambda *_: NoDraft())
+    if sampler is SAMPLERS["greedy"]:
+        assert plain == REF["greedy"]["continuation"]
+    n, most = plain_kv.length, 8 if depth == "auto" else int(depth)
+    drafters = {
+        "own": lambda model, kv: Drafter(model, kv, Governor(depth)),
+        "wrong": lambda model, kv: Wrong(model, kv, Governor(depth)),
+        "mixed": lambda model, kv: Mixed(model, kv, Governor(depth)),
+        "right": lambda *_: Right(prompt + plain, most),
+    }
+    for name, drafter in drafters.items():
+        ids, kv, counters = generate(model, prompt, 24, sampler, drafter)
+        assert ids == plain and kv.length == n, name
+        last = model.config.num_layers
+        for mine, expected in ((kv.latents, plain_kv.latents), (kv.rope_keys, plain_kv.rope_keys)):
+            torch.testing.assert_close(mine[:last, :n], expected[:last, :n], atol=1e-4, rtol=0)
+        if name == "right":
+            assert counters.accepted == counters.proposed and counters.forwards < 23
+        if name == "wrong" and depth != "auto":
+            assert counters.accepted == 0 < counters.proposed
+
+
+def test_native_kernels_leave_the_same_bits(load):
+    model = load(FIXTURES / NAME, DRAFT="auto", cap=2).model
+    _, plain_kv, _ = generate(model, REF["greedy"]["prompt"], 24, draft=lambda *_: NoDraft())
+    _, kv, counters = generate(model, REF["greedy"]["prompt"], 24, draft="3")
+    assert counters.proposed > counters.accepted
+    n, last = kv.length, model.config.num_layers
+    assert torch.equal(kv.latents[:last, :n], plain_kv.latents[:last, :n])
+    assert torch.equal(kv.index_keys[:-1, :n], plain_kv.index_keys[:-1, :n])
+
+
+def test_the_trained_head_drafts_well(load):
+    """At least 1.5 tokens a forward, greedy, on the embedded model."""
+    model = load(EMBEDDED_SNAPSHOT, DRAFT="auto").model
+    ids, _, counters = generate(model, TINY["prompt_ids"], len(TINY["full_ids"]) - len(TINY["prompt_ids"]), draft="3")
+    assert TINY["prompt_ids"] + ids == TINY["full_ids"]
+    assert counters.tokens_per_forward > 1.5
+
+
+@pytest.mark.parametrize("chunk", [5, 40])
+def test_a_long_prompt_goes_through_the_layer_chunk_by_chunk(load, chunk):
+    """What the layer remembers of a prompt is the same in one piece, in chunks, or row by row."""
+    model = load(EMBEDDED_SNAPSHOT, DRAFT="auto", PREFILL_CHUNK=chunk).model
+    prompt, states = TINY["full_ids"], []
+    for few in (16, 10**9):
+        kv = KvState(model.config, 100)
+        source = MtpSource(model, kv)
+        source.FEW = few
+        for piece, hidden in layers_forward_of(model, prompt[:-1], kv):
+            source.follow(piece, *piece.segments, hidden)
+        assert source.first + len(source.hidden) == len(prompt) - 1
+        states.append((kv, *mtp_guesses(model, [(source, prompt, 4)])))
+    (one, guesses), (other, others) = states
+    layer, n = model.config.num_layers, len(prompt) - 1
+    assert guesses == others and one.mtp_length == other.mtp_length == n
+    assert torch.equal(one.latents[layer, :n], other.latents[layer, :n])
+
+
+def test_a_state_that_is_known_already_is_drafted_from_there_on(load):
+    """Its hidden rows are gone: the layer begins with the first new one."""
+    model = load(EMBEDDED_SNAPSHOT, DRAFT="auto").model
+    prompt, n = TINY["prompt_ids"], 40
+    kv = KvState(model.config, 100)
+    first = list(spec_decode(model, kv, prompt, Sampler(), 8))
+    again = Drafter(model, kv, Governor("3"))
+    counters = DecodeCounters()
+    rest = list(spec_decode(model, kv, prompt + first, Sampler(), n, (), again, None, counters))
+    assert (prompt + first + rest) == TINY["full_ids"][: len(prompt) + 8 + n]
+    assert kv.mtp_base == len(prompt) + 7 and counters.accepted > 0
+
+
+def test_whoever_stops_listening_can_go_on(load):
+    model = load(EMBEDDED_SNAPSHOT, DRAFT="auto").model
+    prompt = TINY["prompt_ids"]
+    kv = KvState(model.config, 100)
+    drafter = Drafter(model, kv, Governor("8"))
+    generation = spec_decode(model, kv, prompt, Sampler(), 40, (), drafter)
+    taken = [next(generation) for _ in range(6)]
+    generation.close()
+    rest = list(spec_decode(model, kv, prompt + taken, Sampler(), 30, (), drafter))
+    assert prompt + taken + rest == TINY["full_ids"][: len(prompt) + 36]
+
+
+def test_the_distribution_is_the_samplers_own(load):
+    """Chi-square over many seeds: the second token, drafted or not, has the probabilities that the logits give it."""
+    model = load(FIXTURES / NAME, DRAFT="auto").model
+    prompt, num_seeds = REF["greedy"]["prompt"], 400
+    kv = KvState(model.config, 20)
+    step(model, [(prompt[:-1], kv)])
+    first = REF["greedy"]["continuation"][0]
+    p = Sampler(temperature=1.0).probabilities(step(model, [([prompt[-1], first], kv.clone())])[0])
+    likeliest = p.argsort(descending=True)[:8].tolist()
+
+    class Likeliest(NoDraft):
+        """Guesses the likeliest second token."""
+
+        def propose(self, ids, max_tokens):
+            return likeliest[:1] if len(ids) == len(prompt) + 1 and max_tokens else []
+
+    class Forced(Sampler):
+        """The first token is given, so that all seeds draw the second from the same probabilities."""
+
+        def draw(self, logits, position):
+            return first if position == len(prompt) else super().draw(logits, position)
+
+    counts, accepted = Counter(), DecodeCounters()
+    for seed in range(num_seeds):
+        sampler = Forced(temperature=1.0, seed=seed)
+        out = list(spec_decode(model, kv.clone(), prompt, sampler, 3, (), Likeliest(), None, accepted))
+        counts[out[1]] += 1
+    assert accepted.proposed == num_seeds and accepted.accepted == counts[likeliest[0]]
+    expected = [float(p[i]) * num_seeds for i in likeliest]
+    observed = [counts[i] for i in likeliest]
+    expected.append(num_seeds - sum(expected))
+    observed.append(num_seeds - sum(observed))
+    chi = sum((o - e) ** 2 / e for o, e in zip(observed, expected, strict=True))
+    assert chi < 26.1  # 8 degrees of freedom: one in a thousand is above
+
+
+@pytest.mark.parametrize("wrong", [True, False])
+def test_only_accepted_tokens_are_learned_from(load, wrong):
+    """Experts that rows of wrong guesses asked for do not count as used."""
+    model = load(EMBEDDED_SNAPSHOT, DRAFT="auto").model
+    prompt, num_layers = TINY["prompt_ids"], len(model.config.sparse_layers)
+    known = TINY["full_ids"]
+
+    class Guesser(Drafter):
+        def propose(self, ids, max_tokens):
+            super().propose(ids, 0)
+            guesses = known[len(ids) : len(ids) + min(3, max_tokens)]
+            self.turns, self.drafting = [("MTP", len(guesses), 1)], {"MTP": 0.0}
+            if guesses:
+                self.model.experts.verify()
+            return [(guess + wrong) % 300 for guess in guesses]
+
+    kv, counters = KvState(model.config, 100), DecodeCounters()
+    draft = Guesser(model, kv, Governor("3"))
+    list(spec_decode(model, kv, prompt, Sampler(), 40, (), draft, None, counters))
+    assert (counters.accepted == 0) == wrong and model.experts.routes is None
+    uses = sum(total for (layer, _), total in model.experts.counts().items() if layer < model.config.num_layers)
+    # 46 tokens of the text went through, each with 4 experts a layer, less what 512 tokens' half-life took of them.
+    per_token = uses / num_layers / 4
+    assert 0.75 * 46 < per_token <= 46
+
+
+# --- n-grams ----------------------------------------------------------------------------------------------------------
+
+
+def test_ngrams_take_the_longest_match_and_of_equals_the_latest():
+    source = NgramSource()
+    text = [1, 2, 3, 4, 9, 8, 3, 4, 7, 7, 3, 4]
+    assert source.offer(text, 3) == ("n-gram", [7, 7, 3])
+    assert source.offer([*text, 9, 8, 3, 4], 2) == ("long n-gram", [7, 7])
+    assert NgramSource().offer([5, 6, 7], 4) == ("n-gram", [])
+    assert NgramSource().offer([5], 4) == ("n-gram", [])
+    assert NgramSource().offer([5, 5, 5, 5, 5], 2)[1] == [5]  # what stands behind it, not more
+
+
+def test_an_index_that_grows_equals_a_new_one():
+    drawn, source, text = random.Random(1), NgramSource(), []
+    for _ in range(300):
+        text.append(drawn.randrange(4))
+        assert source.offer(text, 5) == NgramSource().offer(text, 5)
+
+
+# --- heads that are missing, broken or weak ---------------------------------------------------------------------------
+
+
+def without(folder, out, *names):
+    """A copy of a snapshot without the tensors whose names contain one of `names`."""
+    shutil.copytree(folder, out)
+    tensors = safetensors.torch.load_file(out / "model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if not any(part in name for part in names)}
+    assert len(kept) < len(tensors)
+    safetensors.torch.save_file(kept, out / "model.safetensors")
+    return out
+
+
+@pytest.mark.parametrize(
+    ("part", "reason"),
+    [
+        ("model.layers.5.", "the snapshot has no multi-token-prediction layer"),
+        ("layers.5.enorm", "tensor model.layers.5.enorm.weight of the multi-token-prediction layer is missing"),
+        ("layers.5.mlp.experts.3.up", "tensor model.layers.5.mlp.experts.3.up_proj.weight of the"),
+    ],
+)
+def test_a_head_that_is_not_whole_is_said_and_not_used(load, run_colibri, tmp_path, part, reason):
+    folder = without(FIXTURES / NAME, tmp_path / "s", part)
+    loaded = load(folder, DRAFT="auto")
+    [notice] = [line for line in loaded.notices if line.startswith("[MTP]")]
+    assert notice.startswith(f"[MTP] speculation with it is off: {reason}")
+    assert loaded.model.weights.mtp is None
+    assert not [line for line in load(folder, DRAFT=0).notices if line.startswith("[MTP]")]
+    process = run_colibri(SNAP=folder, REPORT=tmp_path / "r.json")
+    assert process.returncode == 0, process.stderr
+    assert "MTP" not in read_json(tmp_path / "r.json")["draft_acceptance"]  # n/a, not 0 %
+
+
+def test_an_indexer_of_its_own_is_not_needed(load, tmp_path):
+    folder = without(FIXTURES / NAME, tmp_path / "s", "layers.5.self_attn.indexer")
+    loaded = load(folder, DRAFT="auto")
+    assert loaded.model.weights.mtp.layer.indexer is None
+    ids, _, counters = generate(loaded.model, REF["greedy"]["prompt"], 24, draft="2")
+    assert ids == REF["greedy"]["continuation"] and counters.proposed > 0
+
+
+def test_its_own_embedding_and_head_are_used(load, tmp_path):
+    """Others than the model's: drafts change, the text does not."""
+    shutil.copytree(FIXTURES / NAME, tmp_path / "s")
+    tensors = safetensors.torch.load_file(tmp_path / "s" / "model.safetensors")
+    head = tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"])
+    tensors["model.layers.5.shared_head.head.weight"] = head.roll(1, 0).contiguous()
+    tensors["model.layers.5.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+    safetensors.torch.save_file(tensors, tmp_path / "s" / "model.safetensors")
+    model = load(tmp_path / "s", DRAFT="auto").model
+    kv = KvState(model.config, 60)
+    hidden = hidden_rows(model, kv, REF["seq"])
+    s = mtp(model, [(REF["seq"][1:], kv)], hidden[:-1])
+    assert mtp_logits(model, s).argmax(-1).tolist() == [(i + 1) % 512 for i in REF["mtp"]["argmax"]]
+    assert generate(model, REF["greedy"]["prompt"], 24, draft="2")[0] == REF["greedy"]["continuation"]
+
+
+def test_a_head_in_int4_by_row_is_warned_about(tmp_path, load):
+    from scripts.convert import main
+
+    options = "--experts 16 --dense 16 --embeddings 16 --mtp 4 --group 0".split()
+    assert main([str(FIXTURES / NAME), str(tmp_path / "out"), *options]) == 0
+    loaded = load(tmp_path / "out", DRAFT="auto")
+    assert any("one scale a row" in line for line in loaded.notices)
+    ids, _, counters = generate(loaded.model, REF["greedy"]["prompt"], 24, draft="2")
+    assert ids == REF["greedy"]["continuation"] and counters.proposed > 0

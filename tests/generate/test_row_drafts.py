@@ -1,0 +1,384 @@
+"""Drafts of several rows at once: the same steps with any, the same KV, and only accepted tokens learned from."""
+
+import pytest
+import torch
+
+import generate.engine
+from forward.kv_cache import KvState
+from forward.step import step, step_all, step_last
+from generate.draft import Drafter, MtpSource, mtp_guesses
+from generate.draft_length import Governor
+from generate.engine import Engine, HeadRows
+from generate.kv_rows import LatentCache
+from generate.tools.row_state import Tool
+from settings import EMBEDDED_SNAPSHOT
+from tests.conftest import FIXTURES, read_json, reference
+
+NAME = "glm_moe_dsa_mtp"
+PROMPT = reference(NAME)[0]["greedy"]["prompt"]
+TINY = read_json(EMBEDDED_SNAPSHOT / "ref_glm.json")
+VOCAB = 512
+HOW = {"greedy": dict(temperature=0), "sampled": dict(temperature=1.5, seed=3), "top_k": dict(top_k=3, seed=4)}
+
+
+@pytest.fixture
+def model(load):
+    return load(FIXTURES / NAME, DRAFT="auto", cap=3).model
+
+
+class Numbers:
+    """A tokenizer: a text is its ids in decimal."""
+
+    def encode(self, text):
+        return [int(word) for word in text.split()]
+
+    def decode(self, ids):
+        return " ".join(map(str, ids))
+
+
+class Scripted(Drafter):
+    """Guesses from what each row is known to say; `spoil(row, position)` tells which are another id."""
+
+    texts, depth = (), 3
+
+    def spoil(self, row, position):
+        return False
+
+    def clone(self, cache, ids):
+        other = super().clone(cache, ids)
+        for number, row in enumerate(other.rows):
+            row.number = number
+        return other
+
+    def propose_rows(self, wanted):
+        super().propose_rows([(ids, 0, num_new) for ids, _, num_new in wanted])
+        guesses = []
+        for row, (ids, max_tokens, _) in zip(self.rows, wanted, strict=True):
+            stop = len(ids) + min(self.depth, max_tokens)
+            guesses.append([
+                self.texts[row.number][at] ^ self.spoil(row.number, at)
+                for at in range(len(ids), min(stop, len(self.texts[row.number])))
+            ])  # fmt: skip
+        self.turns = [("MTP", len(mine), num_new) for mine, (_, _, num_new) in zip(guesses, wanted, strict=True)]
+        self.drafting = {"MTP": 0.0}
+        if any(guesses):
+            self.model.experts.verify()
+        return guesses
+
+
+class Wrong(Scripted):
+    def spoil(self, row, position):
+        return True
+
+
+class Mixed(Scripted):
+    """Every third guess of a row is wrong; another third for each row."""
+
+    def spoil(self, row, position):
+        return (row + position) % 3 == 0
+
+
+class Watched:
+    """An Engine, its forwards [(tokens of each row), ...] and the states of all rows."""
+
+    def __init__(self, model, monkeypatch, drafter=None, **options):
+        if drafter:
+            monkeypatch.setattr(generate.engine, "Drafter", drafter)
+        self.engine, self.forwards, self.states = Engine(model, Numbers(), **options), [], []
+        plain, clone = self.engine.rows.forward, LatentCache.clone
+
+        def forward(ids, *more):
+            self.forwards.append([len(of_row) for of_row in ids])
+            return plain(ids, *more)
+
+        def remembered(cache, *more):
+            out = clone(cache, *more)
+            self.states = list(out.states)
+            return out
+
+        self.engine.rows.forward = forward
+        monkeypatch.setattr(LatentCache, "clone", remembered)
+        self.steps = None
+
+    def run(self, **options):
+        self.steps = list(self.engine.generate(PROMPT, **options))
+        return self
+
+    def row(self, number):
+        """The ids of a row, and its masks."""
+        return [ids[number] for ids, _ in self.steps], [masks[number] for _, masks in self.steps]
+
+
+def texts_of(watched, num_rows):
+    return [PROMPT + watched.row(row)[0] for row in range(num_rows)]
+
+
+def scripted(kind, texts, depth=3):
+    return type(kind.__name__, (kind,), {"texts": texts, "depth": depth})
+
+
+def check_kv(model, mine, expected):
+    """The positions that both know are the same, but for the multi-token-prediction layer."""
+    last = model.config.num_layers
+    for a, b in zip(mine, expected, strict=True):
+        n = min(a.length, b.length)
+        assert torch.equal(a.latents[:last, :n], b.latents[:last, :n])
+        assert torch.equal(a.rope_keys[:last, :n], b.rope_keys[:last, :n])
+
+
+# --- the same steps ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", HOW.values(), ids=HOW)
+def test_the_same_steps_and_the_same_kv_at_any_depth(model, monkeypatch, how):
+    options = dict(num_samples=3, max_tokens=14, **how)
+    plain = Watched(model, monkeypatch, terminal_ids=()).run(**options)
+    assert plain.forwards == [[len(PROMPT)]] + [[1, 1, 1]] * 13
+    texts = texts_of(plain, 3)
+    for depth in (1, 3, 8, "auto"):
+        watched = Watched(model, monkeypatch, terminal_ids=(), draft=depth).run(**options)
+        assert watched.steps == plain.steps, depth
+        check_kv(model, watched.states, plain.states)
+        assert watched.engine.governor.tried  # guesses were made
+    for kind in (Scripted, Wrong, Mixed):
+        for depth in (1, 8):
+            drafter = scripted(kind, texts, depth)
+            watched = Watched(model, monkeypatch, drafter, terminal_ids=(), draft=depth).run(**options)
+            assert watched.steps == plain.steps, (kind, depth)
+            assert [state.length for state in watched.states] == [len(PROMPT) + 13] * 3
+            check_kv(model, watched.states, plain.states)
+            right = sum(watched.engine.governor.accepted.values())
+            if kind is Scripted:
+                expected = {1: [[2, 2, 2]] * 6 + [[1, 1, 1]], 8: [[9, 9, 9], [4, 4, 4]]}
+                assert watched.forwards[1:] == expected[depth] and right == {1: 18, 8: 33}[depth]
+            if kind is Wrong:
+                assert len(watched.forwards) == len(plain.forwards) and right == 0
+
+
+@pytest.mark.parametrize("kind", [Scripted, Mixed, Wrong])
+@pytest.mark.parametrize("most", [1, 2, 3, 5])
+def test_no_forward_goes_beyond_the_limit(model, monkeypatch, kind, most):
+    """A row of `most` tokens needs room for one less; its KV state would refuse more than it was made for."""
+    texts = texts_of(Watched(model, monkeypatch, terminal_ids=()).run(num_samples=2, max_tokens=12), 2)
+    drafter = scripted(kind, texts, 8)
+    watched = Watched(model, monkeypatch, drafter, terminal_ids=(), draft=8).run(num_samples=2, max_tokens=most)
+    assert texts_of(watched, 2) == [text[: len(PROMPT) + most] for text in texts]
+    assert all(state.length == len(PROMPT) + most - 1 for state in watched.states)
+
+
+@pytest.mark.parametrize("kind", [None, Scripted, Mixed, Wrong])
+def test_terminal_ids_in_the_middle_of_guesses(model, monkeypatch, kind):
+    """The row ends there, and the guesses behind it are nothing, right as they may be."""
+    options = dict(num_samples=5, max_tokens=16, temperature=2.0, seed=3)
+    whole = texts_of(Watched(model, monkeypatch, terminal_ids=()).run(**options), 5)
+    ends = {whole[1][len(PROMPT) + 2], whole[4][len(PROMPT) + 5], whole[2][len(PROMPT)]}
+    plain = Watched(model, monkeypatch, terminal_ids=ends).run(**options)
+    for depth in (3, 8):
+        drafter = kind and scripted(kind, whole, depth)
+        watched = Watched(model, monkeypatch, drafter, terminal_ids=ends, draft=depth).run(**options)
+        assert watched.steps == plain.steps
+        assert [state.length for state in watched.states] == [state.length for state in plain.states]
+        check_kv(model, watched.states, plain.states)
+    batch = Engine(model, terminal_ids=ends, draft=3).generate_batch(PROMPT, **options)
+    assert batch == Engine(model, terminal_ids=ends).generate_batch(PROMPT, **options)
+
+
+def test_a_row_that_is_ahead_goes_on_and_the_steps_wait(model, monkeypatch):
+    """One row's guesses are right, the others' wrong: it needs a fourth of their forwards, and leaves."""
+    texts = texts_of(Watched(model, monkeypatch, terminal_ids=()).run(num_samples=3, max_tokens=13), 3)
+
+    class FirstIsRight(Scripted):
+        def spoil(self, row, position):
+            return row > 0
+
+    drafter = scripted(FirstIsRight, texts)
+    watched = Watched(model, monkeypatch, drafter, terminal_ids=(), draft=3)
+    steps = watched.engine.generate(PROMPT, num_samples=3, max_tokens=13)
+    for count in range(1, 14):
+        next(steps)
+        assert len(watched.forwards) == count  # none too many, however far the first row is
+    assert next(steps, None) is None
+    assert watched.forwards[1:5] == [[4, 4, 4]] * 3 + [[4, 4]]
+
+
+def test_rows_that_say_the_same_stay_together(load, monkeypatch):
+    """Rows at different places ask for more experts; one that alone makes a guess would part them for good."""
+    model = load(EMBEDDED_SNAPSHOT, DRAFT="auto").model
+
+    class FirstAlone(Governor):
+        def choose(self, offers, *more):
+            most = min(2, offers[0].get("MTP", 0))
+            return [("MTP", most) if most else (None, 0), *[(None, 0)] * (len(offers) - 1)]
+
+    watched = Watched(model, monkeypatch, terminal_ids=(), draft="auto")
+    watched.engine.governor = FirstAlone()
+    list(watched.engine.generate(TINY["prompt_ids"], num_samples=4, max_tokens=30, temperature=0))
+    assert len(watched.forwards) < 25 and all(len(set(tokens)) == 1 for tokens in watched.forwards)
+    drafter = Drafter(model, KvState(model.config, 9), Governor())
+    choices, offers = [("MTP", 3), (None, 0), ("MTP", 1)], [{"MTP": 4}] * 3
+    wanted = [([7, 1, 2], 9, 1), ([7, 1, 2], 9, 1), ([8, 1, 2], 9, 1)]
+    assert drafter.together(choices, offers, wanted, 7) == [("MTP", 3), ("MTP", 3), ("MTP", 1)]
+    assert drafter.together(choices, offers, wanted, 6) == choices  # no room for that
+
+
+def test_the_trained_head_drafts_for_several_rows(load, monkeypatch):
+    model = load(EMBEDDED_SNAPSHOT, DRAFT="auto").model
+    prompt, expected = TINY["prompt_ids"], TINY["full_ids"]
+    engine_of_all = Engine(model, terminal_ids=(), draft=3)
+    sequences, _ = engine_of_all.generate_batch(prompt, 4, max_tokens=40, temperature=0)
+    assert sequences == [expected[: len(prompt) + 40]] * 4
+    forwards = engine_of_all.governor.depths.total() / 4
+    assert 39 / forwards > 1.5
+    first, second = engine_of_all.governor.lines()
+    assert "of a sequence, 4.0 of them in each, " in first and "16 rows" in second
+    again, _ = engine_of_all.generate_batch(prompt, 2, max_tokens=20, seed=5)  # its governor goes on
+    assert again == Engine(model, terminal_ids=()).generate_batch(prompt, 2, max_tokens=20, seed=5)[0]
+
+
+# --- tools ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", [dict(temperature=0), dict(temperature=1.5, seed=3)], ids=["greedy", "sampled"])
+def test_tools_are_called_as_without_drafts(model, monkeypatch, how):
+    """What a tool forces comes at the same steps with the same masks; a guess behind a call is right only where it is
+    what was forced."""
+    options = dict(num_samples=3, max_tokens=24, **how)
+    whole = texts_of(Watched(model, monkeypatch, terminal_ids=()).run(**options), 3)
+    start, end = whole[0][len(PROMPT) + 1], whole[0][len(PROMPT) + 4]
+    calls = []
+
+    def add(text):
+        calls.append(text)
+        return " ".join(str((int(word) + 7) % VOCAB) for word in text.split())
+
+    tools = dict(tools=[Tool(start, end, 500, 501, add)], terminal_ids=())
+    plain = Watched(model, monkeypatch, **tools).run(**options)
+    expected, calls = list(calls), []
+    ids, masks = plain.row(0)
+    assert ids[:6] == [*whole[0][len(PROMPT) : len(PROMPT) + 5], 500] and masks[:6] == [1] * 5 + [0]
+    assert len(plain.forwards) < 24 if how["temperature"] == 0 else expected
+    texts = texts_of(plain, 3)
+    drafters = [None, *(scripted(kind, known, 8) for kind in (Scripted, Mixed, Wrong) for known in (texts, whole))]
+    for depth in (1, 3, 8, "auto"):
+        for drafter in drafters if depth == 8 else [None]:
+            watched = Watched(model, monkeypatch, drafter, draft=depth, **tools).run(**options)
+            assert watched.steps == plain.steps and sorted(calls) == sorted(expected)
+            check_kv(model, watched.states, plain.states)
+            calls.clear()
+
+
+@pytest.mark.parametrize("most", [24, 12])
+def test_what_a_tool_forces_needs_one_forward(model, monkeypatch, most):
+    """Also where it is more than there is room for."""
+    greedy = texts_of(Watched(model, monkeypatch, terminal_ids=()).run(num_samples=1, max_tokens=4, temperature=0), 1)
+    start, end = greedy[0][len(PROMPT)], greedy[0][len(PROMPT) + 3]
+    tools = dict(tools=[Tool(start, end, 500, 501, lambda text: " ".join(map(str, range(100, 110))))])
+    for depth in (0, 3):
+        watched = Watched(model, monkeypatch, terminal_ids=(), draft=depth, **tools)
+        ids, masks = watched.run(num_samples=1, max_tokens=most, temperature=0).row(0)
+        assert ids[3 : 3 + 13] == [end, 500, *range(100, 110), 501][: most - 3] and len(ids) == most
+        assert masks[:16] == ([1] * 4 + [0] * 12)[:most]
+        if depth == 0:
+            assert watched.forwards == [[len(PROMPT)], [1], [1], [1], *([[13]] + [[1]] * 7 if most == 24 else [])]
+
+
+# --- what is learned --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [Scripted, Mixed, Wrong])
+def test_only_accepted_tokens_of_each_row_are_learned_from(load, monkeypatch, kind):
+    model = load(EMBEDDED_SNAPSHOT, DRAFT="auto").model
+    prompt, num_layers = TINY["prompt_ids"], len(model.config.sparse_layers)
+    options = dict(num_samples=3, max_tokens=30, temperature=1.0, seed=2)
+    texts = Engine(model, terminal_ids=()).generate_batch(prompt, **options)[0]
+    for policy in model.experts.policies:
+        for layer in policy.layers.values():
+            for counts in (layer.recent, layer.steady):
+                counts.sums = [0.0] * len(counts.sums)
+    learned, plain = [], model.experts.verified
+
+    def verified(right):
+        learned.append((right, [sorted({row for rows in of_expert.values() for row in rows}) for _, of_expert in
+                                model.experts.routes]))  # fmt: skip
+        plain(right)
+
+    monkeypatch.setattr(model.experts, "verified", verified)
+    monkeypatch.setattr(generate.engine, "Drafter", scripted(kind, texts))
+    drafting = Engine(model, terminal_ids=(), draft=3)
+    assert drafting.generate_batch(prompt, **options)[0] == texts
+    assert model.experts.routes is None
+    for right, routes in learned:
+        assert len(routes) == num_layers and all(rows == routes[0] for rows in routes)
+        assert right <= set(routes[0])
+        if kind is Scripted:
+            assert right == set(routes[0])
+        if kind is Wrong:  # of [token, 3 guesses] for each row, fewer at the end
+            assert len(right) == 3 and 0 in right
+    # Of each row all but the last token went through, each with 4 experts a layer, less what was forgotten.
+    uses = sum(total for (layer, _), total in model.experts.counts().items() if layer < model.config.num_layers)
+    tokens = len(prompt) + 3 * 29
+    assert 0.75 * tokens < uses / num_layers / 4 <= tokens
+
+
+# --- parts ------------------------------------------------------------------------------------------------------------
+
+
+def test_heads_of_several_rows_guess_as_each_alone(load):
+    """At depths of their own, one of them behind by a few tokens; and the state is as before."""
+    model = load(EMBEDDED_SNAPSHOT, DRAFT="auto").model
+    text, rows = TINY["full_ids"], []
+    for length in (20, 33, 47):
+        kv = KvState(model.config, 100)
+        drafter = Drafter(model, kv, Governor("3"))
+        step(model, [(text[: length - 5], kv)], on_hidden=drafter.follow)
+        step(model, [(text[length - 5 : length], kv)], on_hidden=drafter.follow)
+        rows.append((drafter.rows[0].mtp, text[: length + 1], 1 + length % 5))
+    alone = []
+    for source, ids, depth in rows:
+        alone += mtp_guesses(model, [(source.clone(source.kv.clone()), ids, depth)])
+    assert [len(guesses) for guesses in alone] == [1, 4, 3]
+    asked, plain = [], model.experts.request
+    model.experts.request = lambda layer, *more: asked.append(layer) or plain(layer, *more)
+    assert mtp_guesses(model, rows) == alone
+    assert asked == [model.config.num_layers] * 4  # once for all rows
+    for source, _, _ in rows:
+        assert source.kv.mtp_base + source.kv.mtp_length == source.kv.length == source.first
+
+
+def test_a_clone_drafts_as_the_source_it_came_from(model):
+    kv = KvState(model.config, 40)
+    drafter = Drafter(model, kv, Governor("4"))
+    step(model, [(PROMPT, kv)], on_hidden=drafter.follow)
+    cache = LatentCache([kv]).clone(2, 40)
+    both = drafter.clone(cache, PROMPT)
+    ids = [*PROMPT, 7]
+    assert both.propose_rows([(ids, 4, 1), ([*PROMPT, 9], 2, 1)])[0] == drafter.propose(ids, 4)
+    assert both.rows[0].ngrams.places is not both.rows[1].ngrams.places
+    both.keep([1])
+    assert [row.kv for row in both.rows] == [cache.states[1]]
+    assert isinstance(both.rows[0].mtp, MtpSource) and both.rows[0].mtp.kv is cache.states[1]
+
+
+@pytest.mark.parametrize("chunk", [4, 1024])
+def test_logits_of_the_last_tokens_alone(load, chunk):
+    model = load(FIXTURES / NAME, PREFILL_CHUNK=chunk).model
+    a, b = (KvState(model.config, 30) for _ in range(2))
+    others = [state.clone() for state in (a, b)]
+    whole = step_all(model, [(PROMPT, a), (PROMPT[:5], b)])
+    some = step_last(model, [(PROMPT, others[0]), (PROMPT[:5], others[1])], [6, 2])
+    n = len(PROMPT)
+    assert torch.equal(some, torch.cat([whole[n - 6 : n], whole[n + 3 :]]))
+
+
+def test_bad_drafts_are_said(model):
+    for draft in ("some", -1, 1.5):
+        with pytest.raises(ValueError, match=f"draft={draft}: expected auto or a number of guesses"):
+            Engine(model, draft=draft)
+    assert Engine(model, draft=None).governor.most == 0
+
+    class ByHeads:
+        config = type("Config", (), {"sequence_len": 8})
+
+    assert isinstance(Engine(ByHeads(), terminal_ids=()).rows, HeadRows)
+    with pytest.raises(ValueError, match="a model that keeps keys and values by heads cannot draft"):
+        Engine(ByHeads(), terminal_ids=(), draft="auto")

@@ -1,0 +1,464 @@
+"""Tools of a row: the calculator's table, hostile expressions, and the state machine on scripted tokens."""
+
+import inspect
+import math
+import sys
+import threading
+import time
+import warnings
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from generate.tools.calculator import DECLINED_WORDS, MAX_CHARACTERS, MAX_INTEGER, MAX_STEPS, calculate
+from generate.tools.row_state import RowState, Tool
+
+many = settings(max_examples=300, deadline=None, derandomize=True, database=None)
+
+# --- the calculator ---------------------------------------------------------------------------------------------------
+
+# What nanochat's use_calculator gives too.
+SAME = {
+    "1,000*3": 3000,
+    " 7//2 ": 3,
+    "1.0*3": 3.0,
+    "2**3": None,
+    "1/0": None,
+    "": None,
+    "3 3": None,
+    "(1)(2)": None,
+    "1e5": None,
+    "1_000": None,
+    "7%2": None,
+    "abs(1)": None,
+    "'strawberry'.count('r')": 3,
+    "'abc'.upper().count('A')": 1,
+    "'abc'.upper()": None,
+    "'input'.count('n')": None,  # the word filter holds inside strings
+    "'profile'.count('f')": None,
+    # not in the published table
+    "5*0": 0,
+    "1/3": 1 / 3,
+    "-7//2": -4,
+    "--1": 1,
+    "2 - -(3 + .5)*4.": 16.0,
+    "1,234,567+1": 1234568,
+    "1,5": 15,
+    "5//0.0": None,
+    "007": None,
+    "1.2.3": None,
+    "   ": None,
+    "\t1": None,
+    "1\n": None,
+    "1;2": None,
+    "1 if 1 else 2": None,
+    "\u0661+1": None,  # a digit of Arabic
+    "'caf\u00e9'.count('f')": None,
+    '"it\'s a boat".count("a")': 2,
+    "('ab' 'AB').lower().count(('A').lower())": 2,
+    "'''aba'''.count('a')": 2,
+    "'abc'.count('')": 4,
+    "'a'.count('a')+1": None,
+    "'a'.count()": None,
+    "'a'.count('a').count('a')": None,
+    "'a'.count(1)": None,
+    "'a__b'.count('a')": None,
+    "'reOPEN'.count('e')": None,
+    "''.__class__.count('a')": None,
+}
+
+# Deliberately something else than nanochat: its result, ours.
+DIFFERENT = {
+    '"a,b".count(",")': (3, 1),  # it deletes every comma first and counts the empty string
+    "'1,000'.count(',')": (5, 1),
+    "1,,000": (1000, None),  # here a comma stands between two digits
+    "()": ((), None),  # injected there as the text "()"
+    "...": (Ellipsis, None),
+    "()*3": ((), None),
+    "'aa'.center(9).count(' ')": (7, None),  # other methods of str, which may take any amount of memory
+    "'aa'.count('a').real": (2, None),
+    "'aa'.count('a')or 3": (2, None),
+    "b'aa'.count(b'a')": (2, None),
+    "*".join(["9" * 200] * 2): (int("9" * 200) ** 2, None),  # values are bounded
+    "1" * 400: (int("1" * 400), None),
+    "+".join(["1"] * (MAX_STEPS + 2)): (MAX_STEPS + 2, None),
+    "1/(" + "*".join(["9" * 299 + "."] * 2) + ")": (0.0, None),  # infinity on the way
+}
+
+
+def published(text):
+    """What nanochat's rules give, for the texts of this file: Python's value, None for any exception."""
+    text = text.replace(",", "")
+    if set(text) <= set("0123456789*+-/.() "):
+        allowed = "**" not in text
+    else:
+        letters = text.replace("_", "a").replace("'", "a").replace('"', "a")
+        plain = letters.isascii() and all(c.isalnum() or c in "(). " for c in letters)
+        allowed = plain and ".count(" in text and not any(word in text.lower() for word in DECLINED_WORDS)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return eval(text, {"__builtins__": {}}, {}) if allowed else None
+    except Exception:
+        return None
+
+
+def same(a, b):
+    """Equal in type and in the text that is injected."""
+    return type(a) is type(b) and repr(a) == repr(b)
+
+
+def quick(text, seconds=1.0):
+    """calculate(text), in far less time of the processor than anything that grows would take."""
+    start = time.thread_time()
+    result = calculate(text)
+    assert time.thread_time() - start < seconds, text[:80]
+    return result
+
+
+@pytest.mark.parametrize("text", SAME)
+def test_the_calculator_gives_what_nanochat_gives(text):
+    assert same(calculate(text), SAME[text])
+    assert same(published(text), SAME[text])
+
+
+@pytest.mark.parametrize("text", DIFFERENT, ids=lambda text: text[:30])
+def test_where_the_calculator_differs_deliberately(text):
+    theirs, ours = DIFFERENT[text]
+    assert same(published(text), theirs)
+    assert same(calculate(text), ours)
+
+
+@many
+@given(st.text() | st.text("0123456789+-*/.,() '\"_abcountuperl", max_size=40))
+def test_any_text_gives_a_finite_number_or_none(text):
+    result = calculate(text)
+    assert result is None or (type(result) in (int, float) and math.isfinite(result))
+
+
+@many
+@given(st.text("0123456789+-*/.() ", max_size=12))
+def test_arithmetic_agrees_with_python_on_any_text(text):
+    expected = published(text)
+    assert same(calculate(text), expected if type(expected) in (int, float) else None)
+
+
+numbers = st.integers(0, 9999).map(str) | st.decimals(0, 999, places=2).map(str)
+expressions = st.recursive(
+    numbers,
+    lambda inner: st.one_of(
+        st.tuples(inner, st.sampled_from(["+", "-", "*", "/", "//", " - ", " * "]), inner).map("".join),
+        inner.map("({})".format),
+        inner.map("-{}".format),
+        inner.map("+{}".format),
+    ),
+    max_leaves=12,
+)
+
+
+@many
+@given(expressions)
+def test_arithmetic_agrees_with_python_on_expressions(text):
+    try:
+        expected = eval(text)
+    except ZeroDivisionError:
+        expected = None
+    assert same(calculate(text), expected)
+
+
+PIECES = [
+    "'aB'",
+    '"bab"',
+    "''",
+    "'b",
+    "'",
+    "(",
+    ")",
+    " ",
+    ".count('b')",
+    ".count(",
+    ".upper()",
+    ".lower()",
+    ".upper",
+    "1",
+]
+
+
+@many
+@given(st.lists(st.sampled_from(PIECES), max_size=8).map("".join))
+def test_counting_agrees_with_python_on_any_pieces(text):
+    expected = published(text)
+    assert same(calculate(text), expected if type(expected) in (int, float) else None)
+
+
+letters = st.text("abcdefgilmnoprstuvxy ABC.()_,", max_size=30)
+
+
+@many
+@given(letters, letters)
+def test_counting_agrees_with_python_on_any_strings(text, part):
+    declined = any(word in f"{text}'{part}".lower() for word in DECLINED_WORDS)
+    assert calculate(f"'{text}'.count('{part}')") == (None if declined else text.count(part))
+
+
+HOSTILE = {
+    "deep parentheses": "(" * 5000 + "1" + ")" * 5000,
+    "open parentheses": "(" * MAX_CHARACTERS,
+    "many signs": "-" * 9000 + "1",
+    "many terms": "1" + "+1" * 4000,
+    "a huge literal": "9" * 9999,
+    "a huge float": "9" * 9999 + ".0",
+    "far beyond": "1" * 10_000_000,
+    "powers": "9**9**9",
+    "a chain": "*".join(["9" * 90] * 100),
+    "a chain with a small end": "*".join(["9" * 90] * 20) + "*0",
+    "a chain of floats": "*".join(["9" * 90 + "."] * 4),
+    "an integer too large for a float": "9" * 299 + "*1.0*" + "9" * 299,
+    "calls": "(1)" * 3000,
+    "methods": "'a'" + ".upper()" * 1200 + ".count('A')",
+    "nested counts": "'a'.count(" * 150 + "'a'" + ")" * 150,
+    "a long string": f"'{'a' * MAX_CHARACTERS}'.count('a')",
+    "names": "'a'" + ".upper" * 1600,
+    "words": "not " * 2000 + "'a'.count('a')",
+    "quotes": "'" * MAX_CHARACTERS,
+    "an open string": "'" + "a" * 5000 + '"' * 4000,
+    "a warning": "0or'a'.count('a')",  # from the parser, were it asked
+    "an escape": "'\\d'.count('d')",
+    "a null byte": "1\0",
+    "half a character": "\ud800",
+}
+
+
+@pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
+def test_hostile_texts_are_declined_at_once(text):
+    assert quick(text) is None
+
+
+def test_what_is_large_but_allowed():
+    assert quick("(" * 199 + "1" + ")" * 199) == 1
+    assert quick("-" * MAX_STEPS + "1") == 1
+    assert quick("1" + "+1" * MAX_STEPS) == MAX_STEPS + 1
+    assert quick("9" * 300) == MAX_INTEGER - 1
+    assert quick("9" * 300 + "+1") is None
+    assert quick("-" + "9" * 300 + "-1") is None
+    assert quick(f"'{'(' * 9000}'.count('(')") == 9000  # no steps: they stand in a string
+    assert quick(f"'{'a' * 6000}b'.count('{'a' * 3000}b')") == 1
+    assert quick(f"'{'ab' * 4900}'.upper().count('AB')") == 4900
+
+
+def test_the_calculator_works_in_any_thread():
+    """nanochat's needs an alarm signal, so there it gives None outside the main thread."""
+    results = [None] * 8
+
+    def work(i):
+        results[i] = [calculate(f"{i}*{k}") for k in range(200)] + [calculate("'strawberry'.count('r')")]
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [[i * k for k in range(200)] + [3] for i in range(8)]
+
+
+def test_a_caller_that_is_already_deep():
+    """Less stack is left than the tree needs: declined, as any failure."""
+
+    def at_depth(frames):
+        return at_depth(frames - 1) if frames else calculate("-" * 150 + "1")
+
+    used = len(inspect.stack(0))
+    assert at_depth(50) == 1
+    assert at_depth(sys.getrecursionlimit() - used - 100) is None
+
+
+# --- the state machine ------------------------------------------------------------------------------------------------
+
+START, END, OUT, OUT_END, STOP, BOS = range(1000, 1006)  # ordinary ids are code points
+OTHER_START, OTHER_END = 1010, 1011
+CALCULATOR = Tool(START, END, OUT, OUT_END, calculate)
+
+
+class Characters:
+    """A tokenizer: one id a character."""
+
+    def encode(self, text):
+        return [ord(c) for c in text]
+
+    def decode(self, ids):
+        return "".join(chr(i) for i in ids)
+
+
+def ids_of(text):
+    return Characters().encode(text)
+
+
+def make_row(*tools, prompt=(BOS, 65)):
+    return RowState(prompt, tools or (CALCULATOR,), Characters(), {STOP, BOS})
+
+
+def play(row, sampled):
+    """Each sampled id offered in its turn -> ids and masks that came out."""
+    steps = [row.next_token(token) for token in sampled]
+    return [token for token, _ in steps], [mask for _, mask in steps]
+
+
+def injected(row, ids):
+    """What a row forces after a block of these ids, as text."""
+    play(row, [START, *ids, END])
+    forced = [row.next_token(0)[0] for _ in range(len(row.forced))]
+    return Characters().decode(forced[1:-1]) if forced else None
+
+
+def test_a_result_is_forced_token_by_token():
+    """The samples of forced steps are discarded; the step of the end token itself is still sampled."""
+    row, block = make_row(), [START, *ids_of("6*7"), END]
+    assert play(row, block) == (block, [1] * len(block))
+    assert row.has_forced and row.open_tool is None and row.buffer == []
+    ids, masks = play(row, [7, STOP, START, None, 90])
+    assert ids == [OUT, *ids_of("42"), OUT_END, 90]
+    assert masks == [0, 0, 0, 0, 1]
+    assert not row.has_forced and not row.is_completed and row.open_tool is None
+    assert row.history == [BOS, 65, *block, *ids]
+
+
+def test_the_prompt_is_copied_and_starts_nothing():
+    prompt = [BOS, START, 49]
+    row = make_row(prompt=prompt)
+    row.next_token(66)
+    assert prompt == [BOS, START, 49] and row.history == [BOS, START, 49, 66]
+    assert not row.is_completed and row.open_tool is None
+
+
+def test_a_second_start_restarts_the_block():
+    assert injected(make_row(), [*ids_of("9*"), START, *ids_of("1+1")]) == "2"
+
+
+def test_a_stray_end_does_nothing():
+    row = make_row()
+    assert play(row, [END, 66, END]) == ([END, 66, END], [1, 1, 1])
+    assert not row.has_forced
+
+
+@pytest.mark.parametrize("text", ["", "1/0", "hello", "2**3"])
+def test_an_empty_or_declined_block_injects_nothing(text):
+    row = make_row()
+    assert injected(row, ids_of(text)) is None
+    assert row.next_token(66) == (66, 1)
+    assert injected(row, ids_of("1+1")) == "2"  # the block is closed and its buffer empty
+
+
+@pytest.mark.parametrize("result", [0, 0.0, False, (), "", [1]])
+def test_any_result_but_none_is_injected(result):
+    tool = Tool(START, END, OUT, OUT_END, lambda text: result)
+    assert injected(make_row(tool), ids_of("x")) == str(result)
+
+
+def test_an_empty_block_runs_nothing():
+    assert injected(make_row(Tool(START, END, OUT, OUT_END, lambda text: "ran")), []) is None
+
+
+def test_the_calculators_zero_is_injected():
+    assert injected(make_row(), ids_of("5-5")) == "0"
+    assert injected(make_row(), ids_of("'abc'.count('z')")) == "0"
+
+
+class Unprintable:
+    def __str__(self):
+        raise TypeError("no text")
+
+
+@pytest.mark.parametrize("run", [lambda text: 1 // 0, lambda text: Unprintable(), lambda text: 10**5000])
+def test_a_tool_that_raises_declines(run):
+    """The last is an integer that Python refuses to write out."""
+    row = make_row(Tool(START, END, OUT, OUT_END, run))
+    assert injected(row, ids_of("x")) is None
+    assert play(row, [66, STOP]) == ([66, STOP], [1, 1]) and row.is_completed
+
+
+def test_ids_without_a_text_decline():
+    assert injected(make_row(), [-1]) is None
+
+
+def test_a_terminal_completes_for_good():
+    for terminal in (STOP, BOS):
+        row = make_row()
+        assert row.next_token(terminal) == (terminal, 1)  # it is handed out
+        assert row.is_completed
+        assert injected(row, ids_of("1+1")) == "2"  # beside rows that go on, its tools still run
+        assert row.is_completed
+
+
+def test_a_terminal_in_a_block_completes_and_is_part_of_it():
+    seen = []
+    row = make_row(Tool(START, END, OUT, OUT_END, seen.append))
+    play(row, [START, 49, STOP, 50])
+    assert row.is_completed and row.buffer == [49, STOP, 50]
+    row.next_token(END)
+    assert seen == [Characters().decode([49, STOP, 50])]
+
+
+def test_forced_ids_go_through_the_same_rules():
+    """A forced terminal completes; forced start and end ids open and close a block."""
+    texts = {"a": chr(STOP), "b": chr(START) + "a" + chr(END)}
+    row = make_row(Tool(START, END, OUT, OUT_END, texts.get))
+    play(row, [START, *ids_of("a"), END, 0])
+    assert not row.is_completed
+    assert row.next_token(66) == (STOP, 0) and row.is_completed
+
+    row = make_row(Tool(START, END, OUT, OUT_END, texts.get))
+    play(row, [START, *ids_of("b"), END])
+    ids, masks = play(row, [66] * 9)
+    assert ids == [OUT, START, *ids_of("a"), END, OUT_END, OUT, STOP, OUT_END, 66]
+    assert masks == [0] * 8 + [1] and row.is_completed
+
+
+def test_rows_in_different_states():
+    """One forces, one is in a block, one is done; none sees another's queue, buffer or history."""
+    prompt = [BOS]
+    forcing, writing, done = rows = [RowState(prompt, (CALCULATOR,), Characters(), {STOP}) for _ in range(3)]
+    sampled = (
+        (START, 49, END, 90, 91, 92, 93),
+        (66, START, 50, 51, 52, END, 94),
+        (67, 68, STOP, 69, 70, 71, 72),
+    )
+    for column in zip(*sampled, strict=True):  # one step of all rows after the other
+        for row, token in zip(rows, column, strict=True):
+            row.next_token(token)
+    assert forcing.history == [BOS, START, 49, END, OUT, 49, OUT_END, 93] and not forcing.has_forced
+    assert writing.history == [BOS, 66, START, 50, 51, 52, END, OUT] and list(writing.forced) == [
+        *ids_of("234"),
+        OUT_END,
+    ]
+    assert done.history == [BOS, 67, 68, STOP, 69, 70, 71, 72] and prompt == [BOS]
+    assert [row.is_completed for row in rows] == [False, False, True]
+
+
+def test_two_tools():
+    """The start id chooses; another tool's start switches; another tool's end is an id as any other."""
+    seen = []
+    other = Tool(OTHER_START, OTHER_END, OUT, OUT_END, lambda text: seen.append(text) or text.upper())
+    row = make_row(CALCULATOR, other)
+    play(row, [OTHER_START, 97, END, 98, OTHER_END])
+    assert list(row.forced) == [OUT, 65, *ids_of(chr(END).upper()), 66, OUT_END]
+    row = make_row(CALCULATOR, other)
+    play(row, [OTHER_START, 97, START, *ids_of("1+1"), END])
+    assert list(row.forced) == [OUT, 50, OUT_END] and len(seen) == 1
+
+
+def test_without_tools_every_id_is_ordinary():
+    row = RowState([1], terminal_ids=[STOP])
+    assert play(row, [START, END, STOP]) == ([START, END, STOP], [1, 1, 1])
+    assert row.is_completed and not row.has_forced
+
+
+def test_tools_that_cannot_be_told_apart():
+    same_start = Tool(START, OTHER_END, OUT, OUT_END, calculate)
+    start_is_an_end = Tool(END, OTHER_END, OUT, OUT_END, calculate)
+    closes_with_its_start = Tool(START, START, OUT, OUT_END, calculate)
+    for tools in ([CALCULATOR, same_start], [CALCULATOR, start_is_an_end], [closes_with_its_start]):
+        with pytest.raises(ValueError, match="a start id of its own"):
+            RowState([1], tools, Characters())
+    with pytest.raises(ValueError, match="tools need a tokenizer"):
+        RowState([1], [CALCULATOR])

@@ -1,0 +1,470 @@
+"""The chat: what it remembers between turns, what a cut-off leaves, and the program as a user drives it."""
+
+import io
+import json
+import os
+import re
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+
+import colibri
+from errors import Refused
+from forward.kv_cache import KvState
+from forward.step import step
+from generate.decode import spec_decode
+from generate.draft import Drafter
+from generate.draft_length import Governor
+from generate.sampler import Sampler
+from machine.exit import Terminated
+from modes import chat
+from modes.chat import Chat, History, StopKey, Stopped
+from scripts import chat_cli
+from settings import EMBEDDED_SNAPSHOT, Settings
+from snapshot.config import read_config
+from tests.conftest import ROOT, read_json
+from text.tokenizer import TextTokenizer
+
+CONFIG = read_config(EMBEDDED_SNAPSHOT)[0]
+TOKENIZER = TextTokenizer(EMBEDDED_SNAPSHOT, CONFIG)
+# Takes the terminal it is told as its controlling one, so that its Ctrl-C reaches the program, and becomes the program.
+ON_TERMINAL = """
+import fcntl, os, sys, termios
+terminal = os.open(sys.argv[1], os.O_RDWR)
+fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
+for stream in range(3):
+    os.dup2(terminal, stream)
+os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
+"""
+
+
+def history_of(ctx=1024, **variables):
+    settings = Settings.read([], {name: str(value) for name, value in variables.items()})
+    return History(settings, CONFIG, TOKENIZER, ctx)
+
+
+class Dialogue:
+    """A chat and its history on a loaded model. `rows` are the rows of its forwards, a list for each turn."""
+
+    def __init__(self, load, **variables):
+        variables = {"TEMP": 0, "NGEN": 12, "CTX": 512} | variables
+        loaded = load(EMBEDDED_SNAPSHOT, **variables)
+        settings = Settings.read([], {name: str(value) for name, value in variables.items()})
+        self.history = History(settings, loaded.config, TOKENIZER, loaded.context)
+        self.chat, self.model, self.rows = Chat(settings, loaded, TOKENIZER), loaded.model, []
+        advance = self.chat.kv.advance
+
+        def counted(count):
+            self.rows[-1].append(count)
+            advance(count)
+
+        self.chat.kv.advance = counted
+
+    def turn(self, text, stop_key=None):
+        """-> (ids of the prompt, the answer, what cut it off)."""
+        ids, shown = self.history.ask(text), []
+        self.rows.append([])
+        answer, cut = self.chat.reply(ids, stop_key or StopKey(), shown.append)
+        assert "".join(shown) == answer + "\n"
+        self.history.answer(answer)
+        return ids, answer, cut
+
+    def fresh(self, ids, num_tokens=12):
+        """The greedy answer of a state that remembers nothing."""
+        kv = KvState(self.model.config, len(ids) + num_tokens)
+        return TOKENIZER.decode(list(spec_decode(self.model, kv, ids, Sampler(), num_tokens, self.chat.stop_ids)))
+
+
+class PressAfter(StopKey):
+    """Ctrl-C after so many looks at it."""
+
+    def __init__(self, looks):
+        self.looks = looks
+
+    @property
+    def pressed(self):
+        self.looks -= 1
+        return self.looks < 0
+
+
+# --- what is remembered -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("draft", ["0", "auto", "4"])
+def test_every_turn_equals_a_fresh_prefill_and_reads_in_only_what_is_new(load, draft):
+    """Also where the answer before was cut off by NGEN, which half of these are."""
+    dialogue, held, cuts, before = Dialogue(load, DRAFT=draft, NGEN=10), [], [], []
+    for text in ("Who art thou?", "Tell me of the king and of his house.", "Why?", "And then?"):
+        ids, answer, cut = dialogue.turn(text)
+        assert answer == dialogue.fresh(ids, 10)
+        common = next((i for i, (a, b) in enumerate(zip(held, ids, strict=False)) if a != b), min(len(held), len(ids)))
+        assert dialogue.rows[-1][0] == len(ids) - common
+        assert ids[: len(before)] == before and common >= len(before)  # all of the last prompt at least
+        held, cuts, before = dialogue.chat.ids[: dialogue.chat.kv.length], [*cuts, cut], ids
+    assert {None, "cut off at NGEN=10"} == set(cuts)
+    totals = dialogue.chat.totals
+    assert totals.answers == 4 and totals.prefilled == sum(rows[0] for rows in dialogue.rows) < totals.prompt_ids
+
+
+def test_the_head_remembers_the_turns_before(load):
+    """Its slots are those of one prefill of the whole conversation; after /clear it begins anew."""
+    dialogue = Dialogue(load, DRAFT="3")
+    for text in ("Who art thou?", "Tell me of the king and of his house.", "Why?"):
+        ids, answer, _ = dialogue.turn(text)
+        assert answer == dialogue.fresh(ids)
+    kv, model = dialogue.chat.kv, dialogue.model
+    known = kv.mtp_length
+    assert kv.mtp_base == 0 and known > len(ids)
+    whole = KvState(model.config, 512)
+    step(model, [(dialogue.chat.ids[: known + 1], whole)], on_hidden=Drafter(model, whole, Governor("3")).follow)
+    assert whole.mtp_length == known
+    assert torch.equal(kv.latents[model.config.num_layers, :known], whole.latents[model.config.num_layers, :known])
+    dialogue.history.clear()
+    dialogue.chat.remember(dialogue.history.start_ids)
+    ids, answer, _ = dialogue.turn("Who art thou?")
+    assert answer == dialogue.fresh(ids) and kv.mtp_base == 3 and kv.mtp_length >= len(ids) - 3
+
+
+def test_a_cleared_conversation_keeps_the_beginning_alone(load):
+    dialogue = Dialogue(load)
+    _, first, _ = dialogue.turn("Who art thou?")
+    dialogue.history.clear()
+    dialogue.chat.remember(dialogue.history.start_ids)
+    assert dialogue.chat.kv.length == len(TOKENIZER.encode("[gMASK]<sop><|user|>"))
+    ids, again, _ = dialogue.turn("Who art thou?")
+    assert again == first and dialogue.rows[-1][0] == len(ids) - 3
+    assert [message["role"] for message in dialogue.history.messages] == ["user", "assistant"]
+
+
+def test_an_answer_stopped_between_tokens_stays_and_the_chat_goes_on(load):
+    dialogue = Dialogue(load, DRAFT="4")
+    ids, answer, cut = dialogue.turn("Who art thou?", PressAfter(5))
+    assert cut == "stopped" and dialogue.fresh(ids).startswith(answer) and 0 < len(answer) < len(dialogue.fresh(ids))
+    assert dialogue.chat.totals.tokens <= 8  # those of one forward may come together
+    ids, answer, _ = dialogue.turn("Go on.")
+    assert TOKENIZER.decode(ids).count("<|user|>") == 2 and answer == dialogue.fresh(ids)
+
+
+def test_a_question_stopped_while_it_is_read_in_leaves_the_state_whole(load):
+    dialogue = Dialogue(load, PREFILL_CHUNK=8, DRAFT="4")
+    dialogue.turn("Who art thou?")
+    ids = dialogue.history.ask("Tell me of the king, and of the house of the king, and of his brother, and of all.")
+    with pytest.raises(Stopped):
+        dialogue.chat.reply(ids, PressAfter(8), pytest.fail)  # in the second chunk
+    dialogue.history.take_back()
+    kv = dialogue.chat.kv
+    assert 0 < kv.length < len(ids) and dialogue.chat.ids[: kv.length] == ids[: kv.length]
+    ids, answer, _ = dialogue.turn("Why?")
+    assert answer == dialogue.fresh(ids)
+
+
+def test_the_statistics_name_every_number(load):
+    dialogue = Dialogue(load)
+    assert "0 answers, 0 tokens  - tok/s" in dialogue.chat.stats()
+    dialogue.turn("Who art thou?")
+    pattern = r"1 answers, \d+ tokens  [\d.]+ tok/s .* hit [\d.]+%  RSS [\d.]+ GB \| (\d+) of \1 prompt tokens"
+    line = dialogue.chat.stats()
+    assert re.search(pattern, line) and line.endswith(f"KV {dialogue.chat.kv.length} of 512 positions")
+
+
+# --- the messages -----------------------------------------------------------------------------------------------------
+
+
+def test_a_full_context_forgets_the_oldest_turns(capsys):
+    history = history_of(ctx=100, NGEN=20)
+    for number in range(12):
+        ids = history.ask(f"Question {number}, what is it that the king said?")
+        assert len(ids) + history.reserve - 1 <= 100 and len(history.messages) % 2 == 1
+        assert history.messages[-1]["content"].startswith(f"Question {number},")
+        history.answer("He said nothing.")
+    said = capsys.readouterr().err.splitlines()
+    assert 0 < len(said) < 6  # several turns at once, for each time all is read in again
+    assert all(re.fullmatch(r"\[chat\] CTX=100 is full: the oldest (turn is|\d turns are) forgotten", s) for s in said)
+
+
+def test_a_message_that_does_not_fit_is_refused_and_changes_nothing(capsys):
+    history = history_of(ctx=64)
+    history.ask("Who art thou?")
+    history.answer("I am he.")
+    before = list(history.messages)
+    with pytest.raises(Refused, match=r"the message has \d+ tokens, CTX is 64"):
+        history.ask("the king " * 60)
+    assert history.messages == before and capsys.readouterr().err == ""
+    assert len(history.ask("the king " * 20)) <= 64  # alone it fits, with less room for an answer
+    assert len(history.messages) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "rendered"),
+    [
+        ("Hm.</think>Four.", "<think>Hm.</think>Four."),
+        ("Hm. Let me", "<think>Hm. Let me</think>"),  # cut off in the middle of a thought
+        ("", "<think></think>"),
+    ],
+)
+def test_thoughts_are_whole_in_the_history(text, rendered):
+    history = history_of(THINK=1)
+    history.ask("2+2?")
+    history.answer(text)
+    again = TOKENIZER.decode(history.ask("Sure?"))
+    assert again == f"[gMASK]<sop><|user|>2+2?<|assistant|>{rendered}<|user|>Sure?<|assistant|><think>"
+
+
+def test_the_prefix_comes_before_a_template_without_it(text_folder):
+    (text_folder / "chat_template.jinja").write_text("{{ messages[-1].content }}:")
+    tokenizer, settings = TextTokenizer(text_folder, CONFIG), Settings.read([], {})
+    history = History(settings, CONFIG, tokenizer, 100)
+    assert tokenizer.decode(history.ask("Speak")) == "[gMASK]<sop>Speak:"
+
+
+# --- the program, called in this process -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run_chat(monkeypatch, capfdbinary):
+    """run_chat(lines, *arguments, **variables) -> (exit code, stdout, stderr)."""
+    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)  # put back at the end, as the next one
+    before = signal.getsignal(signal.SIGTERM)
+
+    def run(lines, *arguments, **variables):
+        for name, value in ({"TEMP": 0, "NGEN": 12, "USAGE": 0, "DRAFT": 0, "CTX": 256} | variables).items():
+            monkeypatch.setenv(name, str(value))
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines)))
+        code = chat_cli.main(list(arguments))
+        out, err = capfdbinary.readouterr()
+        return code, out.decode(), err.decode()
+
+    yield run
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_every_line_of_a_pipe_is_a_turn(run_chat):
+    lines = b"Who art thou?\n\n  \n/stats\nclear\nexitt\n/nothing\nWho art thou?\r\nquit\nnot asked\n"
+    code, out, err = run_chat(lines)
+    first, unknown, again = out.splitlines()
+    assert code == 0 and first == again != unknown and "> " not in out + err
+    assert "1 answers" in err and "a new conversation" in err and "goodbye" not in err
+    assert "[chat] /nothing is no command; there are /clear, /stats, /quit and /exit" in err
+    assert run_chat(b"Who art thou?")[1] == first + "\n"  # the last line may lack its end
+    assert run_chat(b"/exit\nx")[:2] == (0, "")
+
+
+def test_an_answer_has_256_tokens_at_most_unless_told_otherwise(run_chat):
+    assert "answers of at most 256 tokens (NGEN)" in run_chat(b"", NGEN="")[2]
+    assert "answers of at most 64 tokens (NGEN)" in run_chat(b"", NGEN=64)[2]
+
+
+def test_a_bad_message_is_one_line_and_the_chat_goes_on(run_chat):
+    code, out, err = run_chat(b"caf\xe9\n" + b"the king " * 300 + b"\nWho art thou?\n")
+    assert code == 0 and out.count("\n") == 1
+    assert "[chat] the message is not valid UTF-8" in err and re.search(r"the message has \d+ tokens, CTX is 256", err)
+
+
+def test_a_cut_off_is_said(run_chat):
+    code, out, err = run_chat(b"Tell me of the king and of his house.\n", NGEN=3)
+    assert code == 0 and len(out) > 3 and "[chat] cut off at NGEN=3; the answer stays" in err
+    assert "cut off: CTX=24 is full" in run_chat(b"Tell me of the king and of his house.\n", CTX=24)[2]
+
+
+def test_one_shot_equals_prompt_with_the_template(run_chat, monkeypatch, capfdbinary):
+    assert run_chat(b"", "--prompt", "clear")[1].strip()  # a command is a message here
+    code, out, _ = run_chat(b"not read\n", "2", "--prompt", "Who art thou?", SEED=3, TEMP=0.9)
+    monkeypatch.setenv("PROMPT", "Who art thou?")
+    monkeypatch.setenv("CHAT", "1")
+    assert code == colibri.main([]) == 0 and capfdbinary.readouterr().out == out.encode()
+
+
+def test_variables_of_other_modes_are_said_to_do_nothing(run_chat):
+    code, _, err = run_chat(b"", PROMPT="x", TF=1, SCORE="no-file")
+    assert code == 0 and re.findall(r"\[env\] (\w+) means nothing to a chat", err) == ["PROMPT", "SCORE", "TF"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "message"),
+    [
+        ([], {"SNAP": "bare"}, "has no chat template (chat_template.jinja), so it cannot chat"),
+        ([], {"SNAP": "failing"}, "the chat template failed"),
+        ([], {"SNAP": "silent"}, "the chat template makes no token of a message"),
+        ([], {"SNAP": "/no/such/folder"}, "SNAP=/no/such/folder: no such folder"),
+        ([], {"NGEN": "x"}, "NGEN='x'"),
+        (["cap"], {}, "cap='cap'"),
+        (["--prompt", " "], {}, "--prompt is empty"),
+        (["--prompt", "caf\udce9"], {}, "--prompt is not valid UTF-8"),
+        (["--prompt", "the king " * 200], {}, "CTX is 256; raise CTX or shorten it"),
+    ],
+)
+def test_bad_usage_is_one_line_and_exit_2_before_any_weight_is_read(
+    run_chat, monkeypatch, tmp_path, arguments, variables, message
+):
+    monkeypatch.setattr("snapshot.dense.ResidentTensors.load", lambda *rest: pytest.fail("weights were read"))
+    templates = {"bare": None, "failing": "{{ 1 / 0 }}", "silent": "{# nothing #}"}
+    if variables.get("SNAP") in templates:
+        template, variables = templates[variables["SNAP"]], {"SNAP": str(tmp_path / "snap"), "PREFIX": 0}
+        shutil.copytree(EMBEDDED_SNAPSHOT, tmp_path / "snap")
+        (tmp_path / "snap" / "chat_template.jinja").unlink()
+        if template is not None:
+            (tmp_path / "snap" / "chat_template.jinja").write_text(template)
+    code, out, err = run_chat(b"Who art thou?\n", *arguments, **variables)
+    assert code == 2 and out == ""
+    [line] = [line for line in err.splitlines() if line.startswith("chat: ")]
+    assert message in line and "Traceback" not in err
+
+
+@pytest.mark.parametrize("ends", [EOFError, KeyboardInterrupt])
+@pytest.mark.parametrize("shows_answers", [True, False])
+def test_ctrl_d_and_ctrl_c_at_the_sign_end_the_input(monkeypatch, ends, shows_answers):
+    """Where stdout is no terminal, no line can be edited, and Ctrl-D is an empty line without an end."""
+
+    def read(*sign):
+        if ends is EOFError and not shows_answers:
+            return ""
+        raise ends
+
+    monkeypatch.setattr("builtins.input", read)
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    monkeypatch.setattr(sys.stdin, "readline", read)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: shows_answers)
+    assert chat.read_line(is_terminal=True) is None
+    ends = Terminated
+    with pytest.raises(Terminated):
+        chat.read_line(is_terminal=True)
+
+
+# --- the program as a process ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def talkative(tmp_path):
+    """The variables of a chat whose greedy answers do not end by themselves, in plain torch: not over too soon."""
+    shutil.copytree(EMBEDDED_SNAPSHOT, tmp_path / "talkative")
+    for name in ("config.json", "generation_config.json"):
+        fields = read_json(EMBEDDED_SNAPSHOT / name) | {"eos_token_id": [2046]}
+        (tmp_path / "talkative" / name).write_text(json.dumps(fields))
+    variables = {"SNAP": str(tmp_path / "talkative"), "KERNELS": "reference", "NGEN": "900", "TEMP": "0"}
+    return {"PATH": os.environ["PATH"], "USAGE": "0", "TERM": "xterm"} | variables
+
+
+def start(environ, *arguments, **streams):
+    command = [sys.executable, str(ROOT / "scripts" / "chat_cli.py"), *arguments]
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE) | streams
+    return subprocess.Popen(command, env=environ, **streams)
+
+
+class Keyboard:
+    """A terminal with the chat on it: what is typed, and what is shown."""
+
+    def __init__(self, environ):
+        self.primary, secondary = os.openpty()
+        program = [os.ttyname(secondary), str(ROOT / "scripts" / "chat_cli.py")]
+        self.process = subprocess.Popen(
+            [sys.executable, "-S", "-c", ON_TERMINAL, *program], env=environ, start_new_session=True
+        )
+        self.secondary, self.shown = secondary, b""
+
+    def press_until(self, key, pattern):
+        """Type a key until the pattern is shown -> as wait_for. Ctrl-C forgets what was typed before it, and readline,
+        which has seen that there is more, waits for it without looking at signals: a letter frees it."""
+        for turn in range(30):
+            if turn:
+                self.type(b"x")
+            self.type(key)
+            while not re.search(pattern, self.shown) and select.select([self.primary], [], [], 2)[0]:
+                self.shown += os.read(self.primary, 4096)
+            if re.search(pattern, self.shown):
+                break
+        return self.wait_for(pattern)
+
+    def wait_for(self, pattern):
+        """Read until the pattern is shown; what was shown up to its end is forgotten -> it."""
+        while not (match := re.search(pattern, self.shown, re.DOTALL)):
+            assert select.select([self.primary], [], [], 60)[0], (self.shown, self.process.poll())
+            self.shown += os.read(self.primary, 4096)
+        before, self.shown = self.shown[: match.end()], self.shown[match.end() :]
+        return before
+
+    def type(self, keys):
+        os.write(self.primary, keys)
+
+    def close(self):
+        self.process.kill()
+        self.process.wait()
+        os.close(self.secondary)
+        os.close(self.primary)
+
+
+@pytest.fixture
+def keyboard(talkative):
+    """keyboard(**variables) -> a Keyboard; gone when the test ends."""
+    opened = []
+
+    def start(**variables):
+        opened.append(Keyboard(talkative | variables))
+        return opened[-1]
+
+    yield start
+    for keyboard in opened:
+        keyboard.close()
+
+
+def test_a_chat_on_a_terminal(keyboard):
+    """Typed with a correction; an answer is stopped and stays, the next one is given; Ctrl-C at the sign ends it."""
+    keyboard = keyboard()
+    keyboard.wait_for(rb"Ctrl-C stops an answer.*> ")
+    keyboard.type(b"Who art thoo\x7fu?\n")
+    keyboard.wait_for(rb"u\?\r\n")
+    keyboard.wait_for(rb"[a-z]{2,} [a-z]+")  # some words of an answer
+    keyboard.type(b"\x03")
+    keyboard.wait_for(rb"\[chat\] stopped; the answer stays in the conversation.*> ")
+    keyboard.type(b"/stats\n")
+    keyboard.wait_for(rb"\[stats\] 1 answers, \d+ tokens.*> ")
+    keyboard.type(b"And thy brother?\n")
+    keyboard.wait_for(rb"brother\?\r\n")
+    keyboard.wait_for(rb"[a-z]{2,} [a-z]+")
+    keyboard.type(b"\x03")
+    keyboard.wait_for(rb"\[chat\] stopped; .*> ")
+    keyboard.type(b"stats\n")
+    keyboard.wait_for(rb"\[stats\] 2 answers.*> ")
+    keyboard.type(b"half a mess")
+    keyboard.wait_for(rb"half a mess")
+    assert b"Traceback" not in keyboard.press_until(b"\x03", rb"goodbye")
+    assert keyboard.process.wait(timeout=60) == 0
+
+
+def test_one_shot_stopped_by_ctrl_c_is_130(talkative):
+    process = start(talkative, "--prompt", "Who art thou?")
+    process.stdout.read(8)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and out.endswith(b"\n") and b"[chat] stopped" in err and b"Traceback" not in err
+
+
+def test_sigterm_and_a_second_ctrl_c_end_the_chat(talkative):
+    process = start(talkative)
+    process.stdin.write(b"Who art thou?\n")
+    process.stdin.flush()
+    process.stdout.read(8)
+    process.terminate()
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 143 and b"Traceback" not in err
+    key = StopKey()
+    with key:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert key.pressed
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_reader_that_goes_away_is_no_traceback(talkative):
+    process = start(talkative, "--prompt", "Who art thou?")
+    process.stdout.read(1)
+    process.stdout.close()
+    process.stdin.close()
+    err = process.stderr.read()
+    process.stderr.close()
+    assert process.wait(timeout=60) == 141 and b"Traceback" not in err and b"Exception ignored" not in err

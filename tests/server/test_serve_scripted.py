@@ -1,0 +1,377 @@
+"""The HTTP server over a scripted engine: what happens between tokens, and when the engine fails.
+
+The server is the real one, in a thread; the scheduler is a stand-in that tells what a test has written down.
+"""
+
+import json
+import queue
+import socket
+import threading
+import time
+from contextlib import contextmanager, suppress
+from types import SimpleNamespace
+
+import pytest
+
+import server.transport.listen
+from experts.cache import CacheCounters
+from generate.request import Job, Prefilled, QueueFull, Started, Token
+from server.app import make_app
+from server.metrics import Metrics
+from server.service import Service
+from server.transport.access import Guard
+from server.transport.listen import Server, open_socket
+from settings import EMBEDDED_SNAPSHOT, Settings
+from snapshot.config import read_config
+from tests.support.server_process import CHAT, LEGACY, Requests, wait_for
+from text.tokenizer import TextTokenizer
+
+CONFIG = read_config(EMBEDDED_SNAPSHOT)[0]
+TOKENIZER = TextTokenizer(EMBEDDED_SNAPSHOT, CONFIG)
+CONTEXT = 1000
+ASK = {"messages": [{"role": "user", "content": "x"}]}
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "weather", "parameters": {"properties": {"city": {"type": "string"}}}},
+    }
+]
+
+
+class FakeScheduler:
+    """`script`: for every job the same steps, each a text whose tokens are told, a list of ids, a number of seconds, a
+    function that is called with the job, or the reason that ends its rows (stop, length, error). `full`: seconds after
+    which it is worth trying again; `limit`: jobs at once, or None."""
+
+    def __init__(self):
+        self.context, self.script, self.full, self.limit, self.jobs = CONTEXT, ["stop"], None, None, []
+        self.work, self.is_closed = queue.Queue(), False
+        self.thread = threading.Thread(target=self.run)
+        self.thread.start()
+
+    def numbers(self):
+        return {"slots": 4, "slots_free": 4, "slots_busy": 0, "queue": 0}
+
+    def submit(self, request, listener):
+        is_full = self.limit is not None and sum(bool(job.left) for job in self.jobs) >= self.limit
+        if self.full is not None or is_full:
+            raise QueueFull(3, self.full or 1.0)
+        job = Job(len(self.jobs), request, listener, lambda: None)
+        self.jobs.append(job)
+        self.work.put((job, self.script))
+        return job
+
+    def run(self):
+        while (item := self.work.get()) is not None:
+            self.play(*item)
+
+    def play(self, job, script):
+        job.tell(Started(job, 0))
+        job.tell(Prefilled(job, None))
+        for step in script:
+            if job.is_dropped or self.is_closed:
+                break
+            if step in ("stop", "length", "error"):
+                for row in sorted(job.left):
+                    job.finish(row, step, "disk on fire" if step == "error" else None)
+            elif isinstance(step, int | float):
+                time.sleep(step)
+            elif callable(step):
+                step(job)
+            else:
+                for token in TOKENIZER.encode(step) if isinstance(step, str) else step:
+                    for row in sorted(job.left - job.cancelled):
+                        job.tell(Token(job, row, token, None, None))
+        for row in sorted(job.left):
+            job.finish(row, "cancelled")
+
+    def close(self):
+        self.is_closed = True
+        self.work.put(None)
+        self.thread.join()
+
+
+class Scripted(Requests):
+    """The server in a thread of this process."""
+
+    def __init__(self):
+        settings = Settings.read([], {"SERVE": "1", "TEMP": "0"})
+        experts = SimpleNamespace(counters=CacheCounters(), queue=SimpleNamespace(num_over=0, seconds_over=0.0))
+        loaded = SimpleNamespace(config=CONFIG, folder=EMBEDDED_SNAPSHOT, model=SimpleNamespace(experts=experts))
+        self.scheduler, self.lines, metrics = FakeScheduler(), [], Metrics(loaded.model)
+        metrics.scheduler = self.scheduler
+        self.service = Service(settings, loaded, self.scheduler, TOKENIZER, metrics, self.lines.append)
+        self.service.keep_alive = 0.05
+        self.sock, self.url = open_socket("127.0.0.1", 0, has_key=False)
+        self.port = int(self.url.rpartition(":")[2])
+        started = threading.Event()
+        app = make_app(self.service, Guard())
+        self.server = Server(app, self.scheduler.close, started.set)
+        self.thread = threading.Thread(target=self.server.run, args=([self.sock],))
+        self.thread.start()
+        assert started.wait(20)
+        self.post("/tokenize", {"prompt": "x"})  # the worker's thread is there
+
+    def end(self):
+        self.server.should_exit = True
+        self.thread.join()
+        self.service.worker.shutdown()
+        self.sock.close()
+
+    def play(self, *script, path=CHAT, **fields):
+        """The whole answer to a script, and what a stream of it adds up to -> the choice. Both are the same."""
+        self.scheduler.script = script
+        body = ASK if path == CHAT else {"prompt": "x", "max_tokens": 90}
+        status, whole, _ = self.post(path, body | fields)
+        assert status == 200, whole
+        [choice] = whole["choices"]
+        chunks = self.stream(path, body | fields | {"stream_options": {"include_usage": True}})
+        assert chunks[-1]["usage"] == whole["usage"]
+        assert added_up(chunks[:-1]) == comparable(choice)
+        return choice | {"tokens": whole["usage"]["completion_tokens"]}
+
+
+def added_up(chunks):
+    """Chunks of one choice -> what they come to."""
+    found = {"content": "", "reasoning_content": "", "calls": [], "finish_reason": None}
+    for [choice] in (chunk["choices"] for chunk in chunks):
+        delta = choice.get("delta", {})
+        found["content"] += delta.get("content", "") + choice.get("text", "")
+        found["reasoning_content"] += delta.get("reasoning_content", "")
+        for call in delta.get("tool_calls", ()):
+            if call["index"] == len(found["calls"]):
+                assert call["id"] and call["type"] == "function"
+                found["calls"].append([call["function"]["name"], ""])
+            found["calls"][call["index"]][1] += call["function"]["arguments"]
+        found["finish_reason"] = choice["finish_reason"] or found["finish_reason"]
+    return found
+
+
+def comparable(choice):
+    message = choice.get("message", {"content": choice.get("text")})
+    return {
+        "content": message["content"] or "",
+        "reasoning_content": message.get("reasoning_content", ""),
+        "calls": [[c["function"]["name"], c["function"]["arguments"]] for c in message.get("tool_calls", ())],
+        "finish_reason": choice["finish_reason"],
+    }
+
+
+@pytest.fixture(scope="module")
+def scripted():
+    scripted = Scripted()
+    yield scripted
+    scripted.end()
+
+
+# --- texts ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", [CHAT, LEGACY])
+def test_a_stop_string_over_tokens(scripted, path):
+    """Field case: the count shows where it really stopped, and the text is the same streamed and not."""
+    choice = scripted.play("say E", "ND and more", "length", path=path, stop="END")
+    assert comparable(choice)["content"] == "say " and choice["finish_reason"] == "stop"
+    assert choice["tokens"] < len(TOKENIZER.encode("say E") + TOKENIZER.encode("ND and more"))
+    choice = scripted.play("say EN", "x", "stop", path=path, stop=["END"])
+    assert comparable(choice)["content"] == "say ENx" and choice["finish_reason"] == "stop"
+
+
+def test_a_row_that_met_its_stop_string_is_cancelled(scripted):
+    scripted.play("END", 0.2, "length", stop="END")
+    assert scripted.scheduler.jobs[-1].cancelled == {0}
+
+
+@pytest.mark.parametrize("path", [CHAT, LEGACY])
+def test_a_character_of_several_tokens_comes_whole(scripted, path):
+    ids = TOKENIZER.encode("😀")
+    assert len(ids) > 1
+    choice = scripted.play(ids[:1], 0.1, ids[1:], "ok", "stop", path=path)
+    assert comparable(choice)["content"] == "😀ok"
+    chunks = scripted.stream(path, ASK if path == CHAT else {"prompt": "x"})
+    texts = [c["choices"][0].get("text", c["choices"][0].get("delta", {}).get("content")) for c in chunks]
+    assert next(text for text in texts if text) == "😀"
+    choice = scripted.play("a", ids[:-1], "length", path=path)
+    assert comparable(choice)["content"] == "a\ufffd" and choice["finish_reason"] == "length"
+
+
+def test_thoughts_come_apart_from_the_answer(scripted):
+    choice = scripted.play("abc</thi", "nk>def", "stop", enable_thinking=True)
+    assert choice["message"] == {"role": "assistant", "content": "def", "refusal": None, "reasoning_content": "abc"}
+    choice = scripted.play("abc", "length", chat_template_kwargs={"enable_thinking": True})
+    assert comparable(choice)["reasoning_content"] == "abc" and choice["message"]["content"] == ""
+    choice = scripted.play("a <b </think> c", "stop")
+    assert choice["message"] == {"role": "assistant", "content": "a <b </think> c", "refusal": None}
+    assert "reasoning_tokens" in scripted.post(CHAT, ASK)[1]["usage"]["completion_tokens_details"]
+
+
+CALL = "<tool_call>weather<arg_key>city</arg_key><arg_value>Rome</arg_value></tool_call>"
+HERMES = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+
+
+@pytest.mark.parametrize("call", [CALL, HERMES])
+def test_tool_calls(scripted, call):
+    choice = scripted.play("I look.", call, call, "stop", tools=TOOLS)
+    assert comparable(choice) == {
+        "content": "I look.",
+        "reasoning_content": "",
+        "calls": [["weather", '{"city": "Rome"}']] * 2,
+        "finish_reason": "tool_calls",
+    }
+    choice = scripted.play(call, call, "stop", tools=TOOLS, parallel_tool_calls=False)
+    assert len(comparable(choice)["calls"]) == 1 and choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["content"] is None
+    choice = scripted.play(call, "stop", tools=TOOLS, tool_choice="none")
+    assert choice["message"]["content"] == call and choice["finish_reason"] == "stop"
+
+
+def test_a_call_that_ran_out_of_tokens_says_so(scripted):
+    choice = scripted.play(CALL[:-20], "length", tools=TOOLS)
+    assert choice["finish_reason"] == "length" and comparable(choice)["calls"] == [["weather", '{"city": "Rome']]
+
+
+def test_a_required_call_is_begun_in_the_prompt(scripted):
+    choice = scripted.play(
+        "city</arg_key><arg_value>Rome</arg_value></tool_call>", "stop", tools=TOOLS, tool_choice="required"
+    )
+    assert comparable(choice)["calls"] == [["weather", '{"city": "Rome"}']]
+    assert TOKENIZER.decode(scripted.scheduler.jobs[-1].request.prompt_ids).endswith("<tool_call>weather<arg_key>")
+
+
+def test_what_the_engine_is_asked_for(scripted):
+    assert scripted.play("stop", top_p=0) and 0 < scripted.scheduler.jobs[-1].request.nucleus < 1e-6
+    scripted.play("stop", temperature=0.5, top_p=0.3, top_k=7, seed=-1, n=1, max_tokens=10**12)
+    request = scripted.scheduler.jobs[-1].request
+    assert (request.temperature, request.nucleus, request.top_k, request.seed) == (0.5, 0.3, 7, 2**64 - 1)
+    assert request.max_tokens == CONTEXT - len(request.prompt_ids) + 1
+    assert request.stop_ids >= set(CONFIG.stop_ids) and len(CONFIG.stop_ids) == 3
+    scripted.play("stop", max_tokens=9, max_completion_tokens=5)
+    assert scripted.scheduler.jobs[-1].request.max_tokens == 5
+
+
+# --- failures ---------------------------------------------------------------------------------------------------------
+
+
+def test_an_engine_that_fails_is_a_500_and_the_server_lives_on(scripted):
+    scripted.scheduler.script = ["some", "error"]
+    status, body, _ = scripted.post(CHAT, ASK)
+    assert status == 500 and body["error"]["code"] == "engine_error" and "disk on fire" in body["error"]["message"]
+    *chunks, last = scripted.stream(CHAT, ASK)
+    assert last["error"]["type"] == "server_error" and added_up(chunks)["content"] == "some"
+    assert any("disk on fire" in line for line in scripted.lines)
+    assert comparable(scripted.play("fine", "stop"))["content"] == "fine"
+
+
+def test_a_full_queue_is_429_with_the_time_to_wait(scripted):
+    scripted.scheduler.full = 12.3
+    try:
+        for fields in ({}, {"stream": True}):
+            status, body, headers = scripted.post(CHAT, ASK | fields)
+            assert status == 429 and headers["Retry-After"] == "12" and body["error"]["code"] == "queue_full"
+            assert body["error"]["type"] == "rate_limit_error"
+    finally:
+        scripted.scheduler.full = None
+    assert "colibri_queue_full_total 2.0" in scripted.get("/metrics")[1]
+
+
+def test_signs_of_life_during_a_long_prefill(scripted):
+    scripted.scheduler.script = [0.5, "done", "stop"]
+    _, text, headers = scripted.post(CHAT, ASK | {"stream": True})
+    assert headers["Content-Type"] == "text/event-stream; charset=utf-8"
+    comments = [line for line in text.split("\n\n") if line.startswith(":")]
+    assert len(comments) >= 2 and comments[0] == ": reading the prompt"
+    assert text.endswith("data: [DONE]\n\n") and text.index('"content":"d') > text.rindex(": reading")
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_whoever_goes_away_ends_the_job(scripted, is_stream):
+    def wait(job):
+        for _ in range(100):
+            if job.cancelled:
+                return
+            time.sleep(0.05)
+
+    scripted.scheduler.script = ["some", wait, "stop"]
+    jobs, before = scripted.scheduler.jobs, len(scripted.scheduler.jobs)
+    data = json.dumps(ASK | {"stream": is_stream}).encode()
+    with scripted.connect() as connection:
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
+        connection.sendall(head.encode() + data)
+        if is_stream:
+            connection.recv(1000)
+        else:
+            time.sleep(0.2)
+    wait_for(lambda: len(jobs) > before and jobs[-1].cancelled)
+    wait_for(lambda: 'colibri_answers_total{reason="cancelled"}' in scripted.get("/metrics")[1])
+    if not is_stream:
+        wait_for(lambda: any(" 499 " in line for line in scripted.lines))
+
+
+def test_prompts_that_find_the_queue_full_are_tried_again(scripted):
+    """Also when none of that request is under way any more: other requests held the queue."""
+
+    def close_queue(job):
+        scripted.scheduler.full = 1.0
+        scripted.scheduler.script = ["later", "stop"]
+
+    def open_queue():
+        time.sleep(0.5)
+        scripted.scheduler.full = None
+
+    scripted.scheduler.script = [close_queue, "now", "stop"]
+    scripted.scheduler.limit = 1
+    opener = threading.Thread(target=open_queue)
+    opener.start()
+    try:
+        status, body, _ = scripted.post(LEGACY, {"prompt": ["a", "b", "c"], "max_tokens": 9})
+    finally:
+        opener.join()
+        scripted.scheduler.full = scripted.scheduler.limit = None
+    assert status == 200 and [choice["text"] for choice in body["choices"]] == ["now", "later", "later"]
+
+
+@contextmanager
+def patience(monkeypatch, **seconds):
+    for name, value in seconds.items():
+        monkeypatch.setattr(server.transport.listen, name, value)
+    yield
+
+
+def test_a_request_that_is_never_sent_ends_its_connection(scripted, monkeypatch):
+    """Also one whose bytes come one by one; a connection that is used is left alone."""
+    with patience(monkeypatch, HEAD_SECONDS=0.3), scripted.connect() as silent, scripted.connect() as slow:
+        started = time.monotonic()
+        try:
+            while time.monotonic() - started < 5:
+                slow.sendall(b"G")
+                time.sleep(0.05)
+        except OSError:
+            pass
+        assert time.monotonic() - started < 5
+        with suppress(ConnectionResetError):
+            assert silent.recv(1) == b""
+    scripted.scheduler.script = [0.6, "slow", "stop"]
+    assert scripted.post(CHAT, ASK)[0] == 200
+
+
+def test_a_client_that_never_reads_is_dropped(scripted, monkeypatch):
+    stopped = threading.Event()
+
+    def flood(job):
+        for _ in range(200_000):
+            if job.cancelled:
+                stopped.set()
+                return
+            job.tell(Token(job, 0, 300, None, None))
+            time.sleep(0)
+
+    scripted.scheduler.script = [flood, "stop"]
+    with patience(monkeypatch, STUCK_SECONDS=0.3):
+        connection = socket.socket()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(("127.0.0.1", scripted.port))
+        with connection:
+            data = json.dumps(ASK | {"stream": True}).encode()
+            head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
+            connection.sendall(head.encode() + data)
+            assert stopped.wait(20)

@@ -1,0 +1,586 @@
+"""SERVE=stdio: the C engine's line protocol, byte by byte; whatever comes in, one END and one STAT go out for it."""
+
+import io
+import os
+import re
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from experts.cache import CacheCounters
+from generate.scheduler import Finished, Prefilled, QueueFull, Scheduler, Started, Token
+from server.stdio import frames as stdio_frames
+from server.stdio import pipe as stdio
+from server.stdio.pipe import hit_rate_since, run
+from settings import EMBEDDED_SNAPSHOT, Settings
+from snapshot.config import read_config
+from tests.conftest import ROOT, read_json
+from text.tokenizer import TextTokenizer
+
+CONFIG = read_config(EMBEDDED_SNAPSHOT)[0]
+TOKENIZER = TextTokenizer(EMBEDDED_SNAPSHOT, CONFIG)
+PREFIX = tuple(TOKENIZER.prefix_ids)
+STAT = re.compile(rb"STAT (\d+) \d+\.\d\d \d+\.\d \d+\.\d\d(?: (\d+) ([01]))?\n")
+START = re.compile(rb"\x01\x01READY\x01\x01\nSTAT 0 0\.00 0\.0 \d+\.\d\d\n")
+ERROR, END = b"\x01\x01ERROR\x01\x01 ", b"\x01\x01END\x01\x01\n"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_tokenizer():
+    """To read it again for each test takes longer than the test."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stdio, "TextTokenizer", lambda folder, config: TOKENIZER)
+        yield
+
+
+class FakeJob:
+    def __init__(self, request):
+        self.id, self.request, self.stop_ids, self.cancelled = 1, request, {}, threading.Event()
+
+    def cancel(self, row=None):
+        self.cancelled.set()
+
+
+class FakeScheduler:
+    """Gives scripted answers: for each request a text or ids, which end in a stop token where max_tokens allows, or an
+    exception. `ending` takes the place of stop and length."""
+
+    def __init__(self, *answers, context=64, num_slots=2, ending=None):
+        self.answers, self.context, self.num_slots, self.ending = list(answers), context, num_slots, ending
+        self.requests, self.jobs = [], []
+
+    def numbers(self):
+        return {"slots": self.num_slots}
+
+    def submit(self, request, listener):
+        self.requests.append(request)
+        answer = self.answers.pop(0) if self.answers else "yes"
+        if isinstance(answer, Exception):
+            raise answer
+        job = FakeJob(request)
+        self.jobs.append(job)
+        ids = TOKENIZER.encode(answer) if isinstance(answer, str) else answer
+        listener(Started(job, 0))
+        listener(Prefilled(job, None))
+        for token in ids[: request.max_tokens]:
+            listener(Token(job, 0, token, None, None))
+        if self.ending == "never":
+            return job
+        reason, error = self.ending or ("stop" if len(ids) < request.max_tokens else "length", None)
+        listener(Finished(job, 0, reason, error))
+        return job
+
+
+def fake_loaded(**counters):
+    experts = SimpleNamespace(counters=CacheCounters(**counters))
+    return SimpleNamespace(folder=EMBEDDED_SNAPSHOT, config=CONFIG, model=SimpleNamespace(experts=experts))
+
+
+def talk(said, scheduler, loaded=None, **variables):
+    """Bytes that come in -> bytes that go out after READY and its STAT."""
+    out = io.BytesIO()
+    environ = {"NGEN": "8", "SEED": "5", "TEMP": "0"} | {name: str(value) for name, value in variables.items()}
+    assert (
+        run(loaded or fake_loaded(), scheduler, io.BufferedReader(io.BytesIO(said)), out, Settings.read([], environ))
+        == 0
+    )
+    start = START.match(out.getvalue())
+    assert start, out.getvalue()
+    return out.getvalue()[start.end() :]
+
+
+def replies(out):
+    """What went out -> [(text, error or None, (tokens, prompt tokens or None, cut or None)), ...]"""
+    found = []
+    while out:
+        body, end, rest = out.partition(END)
+        stat = STAT.match(rest)
+        assert end and stat, out
+        text, mark, error = body.partition(ERROR)
+        assert not mark or (error.endswith(b"\n") and error.count(b"\n") == 1)
+        numbers = tuple(None if group is None else int(group) for group in stat.groups())
+        found.append((text, error[:-1].decode() if mark else None, numbers))
+        out = rest[stat.end() :]
+    return found
+
+
+def frame(text, max_tokens=8, temperature="0", top_p="1", slot=""):
+    payload = text.encode()
+    return (
+        f"\x02PROMPT {len(payload)} {max_tokens} {temperature} {top_p} {slot}".rstrip().encode()
+        + b"\n"
+        + payload
+        + b"\n"
+    )
+
+
+# --- frames -----------------------------------------------------------------------------------------------------------
+
+
+def test_ready_and_the_end():
+    assert talk(b"", FakeScheduler()) == b""
+
+
+def test_a_prompt_is_answered_as_it_is():
+    scheduler = FakeScheduler("And it was so")
+    [(text, error, (tokens, prompt, cut))] = replies(
+        talk(frame("In the <|user|>", 100, "0.5", "0.9", 1), scheduler, NGEN=50)
+    )
+    assert (text, error, cut) == (b"And it was so", None, 0)
+    assert tokens == len(TOKENIZER.encode("And it was so"))
+    [request] = scheduler.requests
+    assert (
+        request.prompt_ids == PREFIX + tuple(TOKENIZER.encode("In the <|user|>")) and len(request.prompt_ids) == prompt
+    )
+    assert (request.max_tokens, request.temperature, request.nucleus, request.seed) == (50, 0.5, 0.9, 5)
+    assert request.stop_ids == {*CONFIG.stop_ids, *TOKENIZER.stop_ids} and request.num_samples == 1
+
+
+def test_a_prompt_without_the_prefix():
+    scheduler = FakeScheduler()
+    talk(frame("In the"), scheduler, PREFIX=0)
+    assert scheduler.requests[0].prompt_ids == tuple(TOKENIZER.encode("In the"))
+
+
+def test_an_answer_cut_off_by_its_length_says_so():
+    [(text, _, (tokens, _, cut))] = replies(talk(frame("x", 2), FakeScheduler("one two three four")))
+    assert b"one two three four".startswith(text) and (tokens, cut) == (2, 1)
+
+
+def test_what_is_left_of_the_context_bounds_an_answer():
+    scheduler = FakeScheduler(context=10)
+    talk(frame("In the beginning"), scheduler)
+    assert len(scheduler.requests[0].prompt_ids) + scheduler.requests[0].max_tokens - 1 == 10
+
+
+def test_the_numbers_of_stat():
+    """The misses of the prompt do not count."""
+    out = talk(frame("x"), FakeScheduler("yes"), fake_loaded(hits=10, misses=90))
+    assert re.fullmatch(rb"yes" + END + rb"STAT \d+ \d+\.\d\d 0\.0 \d\.\d\d 3 0\n", out)
+    assert hit_rate_since(CacheCounters(hits=10, misses=90), CacheCounters(hits=13, misses=91)) == 0.75
+    assert hit_rate_since(CacheCounters(hits=10), CacheCounters(hits=10)) == 0
+
+
+def test_slots_are_conversations_of_their_own():
+    scheduler = FakeScheduler("a", "b", "c", "d", "e")
+    talk(
+        frame("one", slot=0) + frame("two", slot=1) + b"\x02MORE\n" + frame("three", slot=0) + b"\x02MORE\n", scheduler
+    )
+    assert [request.conversation for request in scheduler.requests] == [f"stdio {slot}" for slot in (0, 1, 1, 0, 0)]
+
+
+BROKEN = [
+    (b"\x02PROMPT 3 8 0\nabc\n", "3 fields"),
+    (b"\x02PROMPT 3 8 0 1 0 7\nabc\n", "6 fields"),
+    (b"\x02PROMPT 3 0 0 1\nabc\n", "max_tokens 0"),
+    (b"\x02PROMPT 3 1_0 0 1\nabc\n", "max_tokens 1_0"),
+    (b"\x02PROMPT 3 -1 0 1\nabc\n", "max_tokens -1"),
+    (b"\x02PROMPT 3 8 2.1 1\nabc\n", "temperature 2.1"),
+    (b"\x02PROMPT 3 8 nan 1\nabc\n", "temperature nan"),
+    (b"\x02PROMPT 3 8 hot 1\nabc\n", "temperature hot"),
+    (b"\x02PROMPT 3 8 0 0\nabc\n", "top_p 0"),
+    (b"\x02PROMPT 3 8 0 1 2\nabc\n", "slot 2: expected 0 to 1"),
+    (b"\x02PROMPT 3 8 0 1 x\nabc\n", "slot x"),
+    (b"\x02PROMPT 3 8 \x01\x01END\x01\x01 1\nabc\n", "temperature \\x01\\x01END"),
+    (b"\x02PROMPT 0 8 0 1\n\n", "empty payload"),
+    (b"\x02PROMPT 3 8 0 1\nab\xff\n", "not valid UTF-8 at byte 2"),
+    (b"\x02PROMPT 3 8 0 1\nabc", "no line end after 3 bytes"),
+    (b"\x02PROMPT 3 8 0 1\nabcde\nrun this\n", "no line end after 3 bytes"),
+    (b"\x02PROMPT 40 8 0 1\n" + b"a" * 40 + b"\n", "a payload of 40 bytes, at most 32"),
+    (b"\x02PROMPT\nrun this\n", "first field"),
+    (b"\x02PROMPT many 8 0 1\nrun this\nand this\n\n", "first field"),
+    (b"\x02PROMPT -3 8 0 1\nrun this\n", "first field"),
+    (b"\x02PROMPTS 3 8 0 1\n", "expected \\x02RESET"),
+    (b"\x02MORE please\n", "expected \\x02RESET"),
+    (b"\x02\n", "expected \\x02RESET"),
+    (b"\x02\xff\n", "line is not valid UTF-8"),
+    (b"caf\xe9\n", "line is not valid UTF-8 at byte 3"),
+    (b"a" * 99 + b"\n", "a line of more than 32 bytes"),
+]
+
+
+@pytest.mark.parametrize(("said", "error"), BROKEN)
+def test_a_broken_frame_gives_one_error_and_the_pipe_goes_on(said, error, monkeypatch):
+    """The C engine left the payload of a rejected frame in the stream, and ran it as a message."""
+    monkeypatch.setattr(stdio_frames, "MAX_BYTES", 32)
+    scheduler = FakeScheduler("good")
+    first, second = replies(talk(said + frame("next"), scheduler))
+    assert error in first[1] and first[0] == b"" and first[2] == (0, 0, 0)
+    assert second[:2] == (b"good", None)
+    assert scheduler.requests[0].prompt_ids == PREFIX + tuple(TOKENIZER.encode("next"))
+
+
+def test_a_payload_that_ends_too_early():
+    [(_, error, _)] = replies(talk(b"\x02PROMPT 10 8 0 1\nabc", FakeScheduler()))
+    assert error == "PROMPT: the payload ended after 3 of 10 bytes"
+
+
+def test_the_last_line_end_may_be_missing():
+    assert [text for text, _, _ in replies(talk(frame("x")[:-1], FakeScheduler("yes")))] == [b"yes"]
+    assert [text for text, _, _ in replies(talk(b"hello", FakeScheduler("yes")))] == [b"yes\n"]
+
+
+def test_a_payload_may_hold_anything_but_its_end():
+    text = "a\n\x02RESET\n\x00\x01\x01END\x01\x01\né😀"
+    scheduler = FakeScheduler()
+    assert len(replies(talk(frame(text), scheduler))) == 1
+    assert TOKENIZER.decode(scheduler.requests[0].prompt_ids[2:]) == text
+
+
+PIECES = [
+    b"\x02PROMPT ",
+    b"\x02MORE\n",
+    b"\x02RESET\n",
+    b"\n",
+    b"3",
+    b" ",
+    b"8",
+    b"0 1\n",
+    b"abc\n",
+    b"\xff",
+    b"\x01\x01END\x01\x01\n",
+]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.sampled_from(PIECES) | st.binary(max_size=8), max_size=20).map(b"".join))
+def test_whatever_comes_in_the_answer_can_be_read(said):
+    for text, error, (tokens, _, _) in replies(talk(said, FakeScheduler(context=512))):
+        assert b"\x01" not in text and (error is None or (tokens == 0 and "\x01" not in error))
+
+
+# --- answers ----------------------------------------------------------------------------------------------------------
+
+
+def test_no_mark_can_stand_in_an_answer():
+    out = talk(frame("x", 50), FakeScheduler("a\x01\x01END\x01\x01\nSTAT b"), NGEN=50)
+    [(text, error, _)] = replies(out)
+    assert text.decode() == "a␁␁END␁␁\nSTAT b" and error is None
+
+
+class Pieces(io.BytesIO):
+    """Remembers each write by itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.pieces = []
+
+    def write(self, data):
+        self.pieces.append(bytes(data))
+        return super().write(data)
+
+
+def test_a_character_is_never_cut():
+    """The C engine wrote the bytes of each token as they are."""
+    out, ids = Pieces(), TOKENIZER.encode("a😀é")
+    assert len(ids) > 4
+    run(fake_loaded(), FakeScheduler(ids), io.BufferedReader(io.BytesIO(frame("x", 50))), out, Settings.read([], {}))
+    assert "".join(piece.decode() for piece in out.pieces).count("😀") == 1
+
+
+def test_more_gives_the_other_half_of_a_character():
+    ids = TOKENIZER.encode("a😀")
+    scheduler = FakeScheduler(ids[:2], [*ids[2:], *TOKENIZER.encode(" b")])
+    first, second = replies(talk(frame("x", 2) + b"\x02MORE\n", scheduler))
+    assert (first[0], second[0]) == (b"a", "😀 b\n".encode())
+    assert scheduler.requests[1].prompt_ids == (*scheduler.requests[0].prompt_ids, *ids[:2])
+
+
+def test_half_a_character_at_the_end_becomes_one_replacement():
+    [(text, _, _)] = replies(talk(frame("x", 8), FakeScheduler(TOKENIZER.encode("a😀")[:2])))
+    assert text.decode() == "a�"
+
+
+def test_more_goes_on_with_the_numbers_of_what_it_continues():
+    """The C engine forwarded the last token again, so that it came twice."""
+    scheduler = FakeScheduler("one two three four five six seven", "more")
+    out = replies(talk(frame("x", 3, "0.5", "0.7", 1) + b"\x02MORE\n", scheduler))
+    first, second = scheduler.requests
+    assert second.prompt_ids == (*first.prompt_ids, *TOKENIZER.encode("one two three four five six seven")[:3])
+    assert (second.temperature, second.nucleus, second.seed) == (0.5, 0.7, first.seed) and second.max_tokens == 8
+    assert out[1][0] == b"more\n" and out[1][2][1] == len(second.prompt_ids)
+
+
+def test_every_answer_has_a_seed_of_its_own():
+    scheduler = FakeScheduler()
+    talk(frame("x") * 3 + b"hello\n", scheduler, SEED=2**64 - 2)
+    assert [request.seed for request in scheduler.requests] == [2**64 - 2, 2**64 - 1, 0, 1]
+
+
+def test_reset_more_and_blank_lines_without_a_text():
+    scheduler = FakeScheduler("a")
+    out = talk(b"\x02MORE\n\n\x02RESET\n" + frame("x") + b"\x02RESET\n\x02MORE\n:more\n:reset\r\n", scheduler)
+    assert [text for text, _, _ in replies(out)] == [b"", b"", b"", b"a", b"", b"", b"", b""]
+    assert [numbers[1] for _, _, numbers in replies(out)] == [None, None, None, 3, None, None, None, None]
+    assert len(scheduler.requests) == 1
+
+
+def test_reset_forgets_the_slot_that_was_used_last():
+    scheduler = FakeScheduler()
+    talk(
+        frame("one", slot=0) + frame("two", slot=1) + b"\x02RESET\n\x02MORE\n" + frame("x", slot=0) + b"\x02MORE\n",
+        scheduler,
+    )
+    assert [request.conversation[-1] for request in scheduler.requests] == ["0", "1", "0", "0"]
+
+
+# --- the chat ---------------------------------------------------------------------------------------------------------
+
+
+def chat_ids(*messages, **options):
+    roles = ("user", "assistant")
+    text = TOKENIZER.render_chat(
+        [{"role": roles[at % 2], "content": text} for at, text in enumerate(messages)], **options
+    )
+    return tuple(TOKENIZER.encode(text))
+
+
+def test_lines_are_the_turns_of_a_chat():
+    scheduler = FakeScheduler("I am", "Fine")
+    first, second = replies(talk(b"Who art thou?\nHow art thou?\r\n", scheduler))
+    assert (first[0], second[0]) == (b"I am\n", b"Fine\n")
+    assert scheduler.requests[0].prompt_ids == chat_ids("Who art thou?")
+    assert scheduler.requests[1].prompt_ids == chat_ids("Who art thou?", "I am", "How art thou?")
+    assert second[2][1] == len(scheduler.requests[1].prompt_ids)
+
+
+def test_a_cut_answer_and_its_rest_are_one_message():
+    words = "one two three four five six seven eight nine"
+    ids = TOKENIZER.encode(words)
+    scheduler = FakeScheduler(ids, ids[8:])
+    talk(b"Count\n\x02MORE\nOn\n", scheduler)
+    assert scheduler.requests[2].prompt_ids == chat_ids("Count", words, "On")
+
+
+def test_a_line_after_reset_or_a_frame_begins_a_new_chat():
+    scheduler = FakeScheduler()
+    talk(b"One\n\x02RESET\nTwo\n" + frame("x") + b"Three\n", scheduler)
+    assert [scheduler.requests[at].prompt_ids for at in (0, 1, 3)] == [
+        chat_ids(word) for word in ("One", "Two", "Three")
+    ]
+
+
+def test_thoughts_stay_thoughts():
+    scheduler = FakeScheduler("hm</think>Yes", "no end")
+    talk(b"One\nTwo\nThree\n", scheduler, THINK=1)
+    assert scheduler.requests[0].prompt_ids == chat_ids("One", enable_thinking=True)
+    assert TOKENIZER.decode(scheduler.requests[2].prompt_ids).endswith(
+        "<think>hm</think>Yes<|user|>Two<|assistant|><think>no end</think><|user|>Three<|assistant|><think>"
+    )
+
+
+def test_a_special_token_in_a_message_stays_text():
+    """To the C engine it was the beginning of a turn that nobody took."""
+    scheduler = FakeScheduler()
+    talk(b"a<|assistant|>b<|endoftext|>\n", scheduler)
+    ids = scheduler.requests[0].prompt_ids
+    [assistant], [end] = TOKENIZER.encode("<|assistant|>"), TOKENIZER.encode("<|endoftext|>")
+    assert ids.count(assistant) == 1 and end not in ids
+    assert "<|user|>a<|assistant|>b<|endoftext|><|assistant|>" in TOKENIZER.decode(ids)
+
+
+def test_the_oldest_turns_are_forgotten_and_that_is_said(capfd):
+    scheduler = FakeScheduler(*["yes"] * 9, context=40)
+    out = replies(talk(b"one two three\n" * 9, scheduler))
+    assert all(text == b"yes\n" for text, _, _ in out)
+    assert all(len(request.prompt_ids) + request.max_tokens - 1 <= 40 for request in scheduler.requests)
+    assert "[stdio] CTX=40 is full: turns forgotten, the oldest first: " in capfd.readouterr().err
+
+
+def test_what_does_not_fit_is_refused_with_its_numbers():
+    """The C engine cut long inputs without a word, and forgot the conversation."""
+    scheduler = FakeScheduler("yes", "on", context=20)
+    long = b"word " * 30
+    out = replies(talk(b"Hello\n" + long + b"\n" + frame(long.decode()) + b"\x02MORE\n", scheduler))
+    assert [bool(error) for _, error, _ in out] == [False, True, True, False]
+    assert re.fullmatch(r"the text has \d+ tokens, CTX is 20; raise CTX or shorten it", out[1][1])
+    assert scheduler.requests[1].prompt_ids == (*chat_ids("Hello"), *TOKENIZER.encode("yes"))
+
+
+def test_more_when_the_context_is_full():
+    scheduler = FakeScheduler([300] * 99, context=12)
+    out = replies(talk(frame("In the beginning", 99) + b"\x02MORE\n", scheduler, NGEN=99))
+    assert out[0][2][2] == 1 and "CTX is 12" in out[1][1]
+
+
+# --- when things go wrong ---------------------------------------------------------------------------------------------
+
+
+def test_a_full_queue_and_a_refusal_are_errors_of_one_line():
+    scheduler = FakeScheduler(QueueFull(3, 2.0), ValueError("too\nlong"), "yes")
+    out = replies(talk(frame("x") * 3, scheduler))
+    assert out[0][1] and out[1][1] == "too long" and out[2][:2] == (b"yes", None)
+
+
+def test_an_answer_that_breaks_down_keeps_what_was_said():
+    scheduler = FakeScheduler("one two", ending=("error", "layer 3 is not finite"))
+    [(text, error, (tokens, prompt, cut))] = replies(talk(frame("x"), scheduler))
+    assert (text, error) == (b"one two", "layer 3 is not finite") and tokens > 0 and prompt == 3 and cut == 0
+
+
+def test_a_question_that_got_no_word_is_taken_back():
+    scheduler = FakeScheduler([], ending=("error", "no"))
+    talk(b"One\nTwo\n", scheduler)
+    assert scheduler.requests[1].prompt_ids == chat_ids("Two")
+
+
+@pytest.mark.parametrize("ending", [None, "never"])
+def test_when_nobody_reads_any_more_the_answer_is_cancelled(ending):
+    """In the middle of an answer, and while nothing comes to be written."""
+    scheduler = FakeScheduler("yes" if ending is None else [], ending=ending)
+    read, write = os.pipe()
+    with os.fdopen(write, "wb") as stdout:
+        closer = threading.Timer(0.3, os.close, [read])
+
+        class Stdin(io.BufferedReader):
+            def readline(self, size):
+                if ending is None:
+                    closer.join()  # the frame comes when the reader is gone
+                return super().readline(size)
+
+        closer.start()
+        with pytest.raises(BrokenPipeError):
+            run(fake_loaded(), scheduler, Stdin(io.BytesIO(frame("x"))), stdout, Settings.read([], {}))
+        closer.join()
+        assert [job.cancelled.is_set() for job in scheduler.jobs] == [True]
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stdout.fileno())  # what is still buffered has nowhere to go
+
+
+def test_ctrl_c_cancels_the_answer():
+    scheduler = FakeScheduler("yes")
+
+    class Stdout(io.BytesIO):
+        def write(self, data):
+            if not data.startswith(b"\x01"):
+                raise KeyboardInterrupt
+            return super().write(data)
+
+    with pytest.raises(KeyboardInterrupt):
+        run(fake_loaded(), scheduler, io.BufferedReader(io.BytesIO(frame("x"))), Stdout(), Settings.read([], {}))
+    assert scheduler.jobs[0].cancelled.is_set()
+
+
+# --- the real thing ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def scheduler(load):
+    loaded = load(EMBEDDED_SNAPSHOT, CTX=256)
+    scheduler = Scheduler(loaded, num_slots=2)
+    scheduler.loaded = loaded
+    yield scheduler
+    scheduler.close()
+
+
+def test_the_greedy_text_is_the_reference(scheduler):
+    ref = read_json(EMBEDDED_SNAPSHOT / "ref_glm.json")
+    n = len(ref["prompt_ids"])
+    prompt, answer = TOKENIZER.decode(ref["prompt_ids"]), ref["full_ids"][n:]
+    out = talk(frame(prompt, len(answer), "0", "1"), scheduler, scheduler.loaded, NGEN=500)
+    [(text, error, numbers)] = replies(out)
+    assert (text.decode(), error) == (TOKENIZER.decode(answer), None) and numbers == (len(answer), n, 1)
+
+
+@pytest.mark.parametrize("temperature", ["0", "0.8"])
+def test_an_answer_in_parts_is_the_answer(scheduler, temperature):
+    """The C engine gave the last token of a part twice."""
+    whole = replies(talk(frame("In the beginning", 24, temperature, "0.9"), scheduler, scheduler.loaded, NGEN=24))
+    parts = replies(
+        talk(frame("In the beginning", 8, temperature, "0.9") + b"\x02MORE\n" * 2, scheduler, scheduler.loaded)
+    )
+    assert b"".join(text.removesuffix(b"\n") if at else text for at, (text, _, _) in enumerate(parts)) == whole[0][0]
+    assert sum(numbers[0] for _, _, numbers in parts) == whole[0][2][0] == 24
+
+
+def test_two_slots_do_not_mix(scheduler):
+    """Greedy, by turns in two slots, and each alone: the same texts, the beginning remembered."""
+
+    def texts(said):
+        return [text for text, _, _ in replies(talk(said, scheduler, scheduler.loaded))]
+
+    a, b = frame("In the beginning", slot=0), frame("Enter the king", slot=1)
+    mixed = texts(a + b + b"\x02MORE\n" + a + b"\x02MORE\n")
+    assert mixed == [texts(a)[0], *texts(b + b"\x02MORE\n"), *texts(a + b"\x02MORE\n")]
+    assert scheduler.numbers()["cached_tokens"] > 0
+
+
+def test_a_chat_with_the_real_model(scheduler):
+    out = replies(talk(b"Who art thou?\nAnd thy name?\n\x02RESET\nWho art thou?\n", scheduler, scheduler.loaded))
+    assert [error for _, error, _ in out] == [None] * 4 and out[0][0] == out[3][0]
+    assert all(text.decode() for text in (out[0][0], out[1][0]))
+
+
+# --- as a process -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def process():
+    """process(**variables) -> SERVE=stdio python colibri.py with pipes."""
+    started = []
+
+    def start(**variables):
+        environ = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+        environ |= {"PYTHONDONTWRITEBYTECODE": "1", "USAGE": "0", "SERVE": "stdio", "CTX": "256", "THREADS": "1"}
+        environ |= {name: str(value) for name, value in variables.items()}
+        pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        started.append(subprocess.Popen([sys.executable, str(ROOT / "colibri.py")], env=environ, **pipes))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout, process.stderr):
+            with suppress(BrokenPipeError):
+                pipe.close()
+
+
+def read_reply(stdout):
+    """The next lines up to a STAT line."""
+    lines = []
+    while not lines or not STAT.fullmatch(lines[-1]):
+        lines.append(stdout.readline())
+        assert lines[-1], lines
+    return b"".join(lines)
+
+
+def test_a_program_drives_the_pipe(process, run_colibri):
+    """READY is the first line; an answer comes before the next request is sent; in the C locale too."""
+    p = process(LC_ALL="C", KV_SLOTS=2)
+    assert START.fullmatch(read_reply(p.stdout))
+    p.stdin.write(frame("In the beginning", 16))
+    p.stdin.flush()
+    [(text, error, numbers)] = replies(read_reply(p.stdout))
+    plain = run_colibri(PROMPT="In the beginning", NGEN=16, TEMP=0, CTX=256)
+    assert (text + b"\n", error, numbers[0]) == (plain.stdout, None, 16)
+    p.stdin.write(frame("x", slot=2) + "Wer bist du, Mädchen?\n".encode())
+    p.stdin.close()
+    refused, answered = replies(p.stdout.read())
+    assert "slot 2: expected 0 to 1" in refused[1] and answered[0].decode() and answered[1] is None
+    assert p.wait(30) == 0 and b"Traceback" not in p.stderr.read()
+
+
+def test_a_closed_stdout_ends_the_process(process):
+    p = process(NGEN=200)
+    read_reply(p.stdout)
+    p.stdin.write(frame("In the beginning", 200, "1"))
+    p.stdin.flush()
+    p.stdout.read(1)
+    p.stdout.close()
+    assert p.wait(30) == 141 and b"Traceback" not in p.stderr.read()
+
+
+def test_sigterm_ends_the_process_in_the_middle_of_an_answer(process):
+    p = process(NGEN=200)
+    read_reply(p.stdout)
+    p.stdin.write(frame("In the beginning", 200, "1"))
+    p.stdin.flush()
+    p.stdout.read(1)
+    p.terminate()
+    assert p.wait(30) == 0 and b"Traceback" not in p.stderr.read()

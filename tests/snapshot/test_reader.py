@@ -1,0 +1,261 @@
+"""How an expert's bytes are read: buffered or direct the same bytes, whatever the layout, whatever goes wrong once."""
+
+import errno
+import fcntl
+import os
+from itertools import pairwise
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from errors import Refused
+from experts.disk import ExpertDisk, lay_out
+from experts.drive import Drive, DriveSpeed
+from machine.arena import Arena
+from snapshot import reader as reader_module
+from snapshot.config import read_config
+from snapshot.index import TensorEntry, read_index
+from snapshot.reader import O_DIRECT, PAGE, Reader, page_end
+from tests.conftest import FIXTURES
+
+CANARY = 0xA5
+DATA = os.urandom(20 * PAGE + 123)  # of the file that most tests read
+PAUSES = reader_module.PAUSES
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("reader") / "data"
+    path.write_bytes(DATA)
+    return path
+
+
+@pytest.fixture(scope="module")
+def direct_works(file):
+    """Skip where the file system has no direct reads."""
+    reader = Reader()
+    reader.read_direct(file, 0, pages(PAGE), PAGE, "")
+    works = reader.takes_direct(file)
+    reader.close()
+    if not works:
+        pytest.skip("the file system of the temporary folder refuses O_DIRECT")
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch):
+    monkeypatch.setattr(reader_module, "PAUSES", (0, 0))
+
+
+def pages(num_bytes):
+    """A page-aligned memoryview with canaries in every byte."""
+    view = memoryview(Arena(num_bytes).memory)[:num_bytes]
+    view[:] = bytes([CANARY]) * num_bytes
+    return view
+
+
+class Faults:
+    """A preadv that does what `faults` say, one for each call, and then works: an errno, a number of bytes at most, or
+    None. `direct_fails` is the errno of every direct read."""
+
+    def __init__(self, *faults, direct_fails=None):
+        self.faults, self.direct_fails, self.calls = list(faults), direct_fails, 0
+
+    def __call__(self, descriptor, buffers, offset):
+        self.calls += 1
+        if self.direct_fails and fcntl.fcntl(descriptor, fcntl.F_GETFL) & O_DIRECT:
+            raise OSError(self.direct_fails, os.strerror(self.direct_fails))
+        fault = self.faults.pop(0) if self.faults else None
+        if isinstance(fault, int) and fault < 0:
+            raise OSError(-fault, os.strerror(-fault))
+        count = os.preadv(descriptor, buffers, offset)
+        return count if fault is None else min(count, fault)
+
+
+# --- layouts ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("folder", sorted(path.parent.name for path in FIXTURES.glob("*/model.safetensors")))
+def test_direct_and_buffered_reads_of_every_fixture(folder, direct_works):
+    config, family = read_config(FIXTURES / folder)
+    reader = Reader()
+    disk = ExpertDisk(config, family, read_index(FIXTURES / folder), reader)
+    drive, data = disk.drives.all[0], (FIXTURES / folder / "model.safetensors").read_bytes()
+    for (layer, expert), place in disk.places.items():
+        buffers = [pages(place.num_bytes), pages(place.num_bytes)]
+        for mode, buffer in zip(("buffered", "direct"), buffers, strict=True):
+            drive.speed = DriveSpeed(mode)
+            disk.read(layer, expert, buffer)
+            for run in place.runs:
+                assert buffer[run.at :][: run.num_bytes] == data[run.offset :][: run.num_bytes]
+    assert any(flags for _, flags in reader.descriptors)
+    reader.close()
+
+
+def make_matrix(path, data, scales):
+    """A stand-in for a StoredWeight: where its data and its scales lie."""
+    entries = [TensorEntry("t", path, offset, num_bytes, dtype, ()) for offset, num_bytes, dtype in (data, scales)]
+    return SimpleNamespace(
+        entries=entries, data=entries[0], scales=entries[1], format=None, rows=1, columns=1, within=None
+    )
+
+
+@st.composite
+def layouts(draw):
+    """Data and scales of three matrices in any order: they touch, or there is a gap of up to two pages."""
+    at, spans = draw(st.integers(0, PAGE + 100)), {"U8": [], "scales": []}
+    for kind in draw(st.permutations(["U8", "scales"] * 3)):
+        dtype = kind if kind == "U8" else draw(st.sampled_from(["F16", "F32"]))
+        num_bytes = draw(st.integers(1, 700)) * {"U8": 1, "F16": 2, "F32": 4}[dtype]
+        spans[kind].append((at, num_bytes, dtype))
+        at += num_bytes + draw(st.sampled_from([0, 0, 0, 1, 2, 8, 700, PAGE, 2 * PAGE - 700]))
+    return list(zip(draw(st.permutations(spans["U8"])), spans["scales"], strict=True))
+
+
+@settings(max_examples=150, deadline=None)
+@given(layouts())
+def test_any_layout(file, layout):
+    place = lay_out([make_matrix(file, data, scales) for data, scales in layout])
+    reader = Reader()
+    try:
+        for mode in ("buffered", "direct"):
+            buffer = pages(place.num_bytes)
+            Drive(file.parent, reader, DriveSpeed(mode)).read(place, buffer, "")
+            for (data, scales), piece in zip(layout, place.pieces, strict=True):
+                assert piece.scales_at % piece.scale_dtype.itemsize == 0
+                assert buffer[piece.at :][: data[1]] == DATA[data[0] :][: data[1]]
+                assert buffer[piece.scales_at :][: scales[1]] == DATA[scales[0] :][: scales[1]]
+            if mode == "buffered":  # nothing but the runs was written
+                written = bytearray(bytes([CANARY]) * place.num_bytes)
+                for run in place.runs:
+                    written[run.at : run.at + run.num_bytes] = DATA[run.offset : run.offset + run.num_bytes]
+                assert buffer == written
+    finally:
+        reader.close()
+    for run in place.runs:
+        assert run.at % PAGE == (run.offset % PAGE if run.is_congruent else 0)
+    for run, after in pairwise(place.runs):
+        assert page_end(run.at + run.num_bytes) <= after.at // PAGE * PAGE
+    assert place.num_bytes == page_end(place.runs[-1].at + place.runs[-1].num_bytes)
+
+
+def test_numbers_across_their_own_size_are_laid_out_straight(file):
+    """A float at an odd offset of the file: its place in memory is not, so it is read buffered."""
+    place = lay_out([make_matrix(file, (0, 101, "U8"), (101, 40, "F32"))])
+    assert [(run.at, run.is_congruent) for run in place.runs] == [(0, True), (PAGE, False)]
+    reader, buffer = Reader(), pages(place.num_bytes)
+    Drive(file.parent, reader, DriveSpeed("direct")).read(place, buffer, "")
+    reader.close()
+    assert buffer[:101] == DATA[:101] and buffer[PAGE : PAGE + 40] == DATA[101:141]
+
+
+def test_a_buffer_that_begins_inside_a_page_is_read_buffered(file):
+    place = lay_out([make_matrix(file, (100, 200, "U8"), (300, 40, "F16"))])
+    reader, buffer = Reader(), pages(place.num_bytes + 64)[64:]
+    Drive(file.parent, reader, DriveSpeed("direct")).read(place, buffer, "")
+    assert buffer[100:340] == DATA[100:340] and all(flags == 0 for _, flags in reader.descriptors)
+    reader.close()
+
+
+# --- what goes wrong --------------------------------------------------------------------------------------------------
+
+
+def read(path, reader, mode, offset=100, num_bytes=2 * PAGE):
+    """`num_bytes` from `offset`, a multiple of nothing, in a mode."""
+    try:
+        if mode == "buffered":
+            buffer = pages(num_bytes)
+            reader.read_into(path, offset, buffer, "tensor x")
+            return bytes(buffer)
+        before = offset % PAGE
+        buffer = pages(page_end(before + num_bytes))
+        reader.read_direct(path, offset - before, buffer, before + num_bytes, "tensor x")
+        return bytes(buffer[before : before + num_bytes])
+    finally:
+        reader.close()
+
+
+@pytest.mark.parametrize("mode", ["buffered", "direct"])
+def test_short_reads(file, mode):
+    for size in (1, 2, 99, 100, 101, 511, 512, 4095, 4096, 4097, 8191, 8192, 8291, 8292):
+        faults = Faults(*[size] * 3 * PAGE)
+        assert read(file, Reader(faults), mode) == DATA[100 : 100 + 2 * PAGE]
+
+
+@pytest.mark.parametrize("mode", ["buffered", "direct"])
+def test_errors_that_pass(file, mode):
+    for error in reader_module.TRANSIENT:
+        for times in (1, 2):
+            faults = Faults(*[-error] * times, 5, -error)  # and again in the middle
+            assert read(file, Reader(faults), mode) == DATA[100 : 100 + 2 * PAGE]
+
+
+@pytest.mark.parametrize("mode", ["buffered", "direct"])
+@pytest.mark.parametrize(("error", "calls"), [(errno.EIO, 3), (errno.EINTR, 3), (errno.ESTALE, 1)])
+def test_errors_that_stay(file, mode, error, calls):
+    """Three tries, one where a second cannot help; the line names file, byte, error and what was wanted."""
+    faults = Faults(*[-error] * 9)
+    at = 100 if mode == "buffered" else 0
+    problem = rf"data: {os.strerror(error)} \(errno {error}\) at byte {at}, reading tensor x"
+    with pytest.raises(Refused, match=problem):
+        read(file, Reader(faults), mode)
+    assert faults.calls == calls
+
+
+def test_pauses_are_short():
+    assert len(PAUSES) == 2 and 0 < sum(PAUSES) < 1
+
+
+@pytest.mark.parametrize("error", reader_module.REFUSALS)
+def test_direct_reads_that_are_refused_are_buffered(file, error):
+    """Whether the file system says so when the file is opened or when it is read, and only once for a file."""
+    faults = Faults(direct_fails=error)
+    reader = Reader(faults)
+    buffer = pages(PAGE)
+    for _ in range(3):
+        reader.read_direct(file, 0, buffer, PAGE, "")
+    assert buffer == DATA[:PAGE] and not reader.takes_direct(file)
+    assert faults.calls == (4 if O_DIRECT else 3)
+    reader.close()
+
+
+def test_a_system_without_direct_reads(file, monkeypatch):
+    """macOS has no O_DIRECT, and no posix_fadvise."""
+    monkeypatch.setattr(reader_module, "O_DIRECT", 0)
+    monkeypatch.delattr(os, "posix_fadvise", raising=False)
+    reader = Reader()
+    reader.forget(file, 0, PAGE)
+    assert not reader.takes_direct(file)
+    assert read(file, reader, "direct") == DATA[100 : 100 + 2 * PAGE]
+
+
+@pytest.mark.parametrize("mode", ["buffered", "direct"])
+def test_the_end_of_a_file(file, mode):
+    """The last page is not whole: its bytes come all the same; past them it is the file that is too short."""
+    end = len(DATA)
+    assert read(file, Reader(), mode, end - 5000, 5000) == DATA[-5000:]
+    with pytest.raises(Refused, match=f"data: ends at byte {end}, inside tensor x; download it again"):
+        read(file, Reader(), mode, end - 5000, 5001)
+
+
+@pytest.mark.parametrize("mode", ["buffered", "direct"])
+def test_a_file_that_is_cut_or_replaced_by_a_shorter_one(tmp_path, mode):
+    path, buffer, reader = tmp_path / "data", pages(PAGE), Reader()
+    path.write_bytes(DATA)
+    get = reader.read_direct if mode == "direct" else lambda *a: reader.read_into(*a[:3], a[4])
+    get(path, 0, buffer, PAGE, "tensor x")
+    os.truncate(path, 5000)
+    with pytest.raises(Refused, match="ends at byte 5000, inside tensor x"):
+        get(path, PAGE, buffer, PAGE, "tensor x")
+    reader.close()
+    (tmp_path / "short").write_bytes(DATA[:10])
+    os.replace(tmp_path / "short", path)
+    with pytest.raises(Refused, match="ends at byte"):
+        get(path, PAGE, buffer, PAGE, "tensor x")
+    reader.close()
+
+
+def test_a_file_that_is_gone(tmp_path):
+    with pytest.raises(Refused, match=r"gone: No such file or directory \(errno 2\) at byte 100, reading tensor x"):
+        read(tmp_path / "gone", Reader(), "buffered")
