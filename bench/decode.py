@@ -23,8 +23,8 @@ import torch
 import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from experts.prefetch import Lookahead
-from forward.kv_cache import KvState
+from experts.prefetch import PrefetchController
+from forward.kv_cache import KvCache
 from forward.step import step
 from kernels import dispatch
 from kernels.native import Native
@@ -97,7 +97,7 @@ class AllThere:
     """Experts as they are when all are in memory and nobody asks who stays: what the expert tier is compared with."""
 
     def __init__(self, cache):
-        self.cache, self.lookahead = cache, Lookahead("0", 1)
+        self.cache, self.lookahead = cache, PrefetchController("0", 1)
         self.home, self.routes = cache.home, None
 
     def request(self, layer, uses, chunk_rows):
@@ -130,7 +130,7 @@ def run(folder, prompt):
         return READ_BYTES / statistics.median(repeat(lambda: native.read_memory(memory), 0.5)) / 1e9
 
     ids = torch.randint(model.config.vocab_size, (CONTEXT,), generator=torch.Generator().manual_seed(1)).tolist()
-    kv = KvState(model.config, CONTEXT)
+    kv = KvCache(model.config, CONTEXT)
     step(model, [(ids[:64], kv)])
     num_bytes, num_weights = weight_bytes(model)
 

@@ -57,7 +57,7 @@ from dev.replay_trace import import_pyplot
 from errors import Refused, printable
 from forward import cost
 from forward.finite import NonFinite
-from forward.kv_cache import KvState
+from forward.kv_cache import KvCache
 from generate.engine import Engine
 from kernels import dispatch
 from load.model import DEFAULT_CONTEXT, check_folder, load_model, open_snapshot
@@ -122,7 +122,7 @@ class Timed:
         return sum(self.steps)
 
 
-class Bench:
+class InferBench:
     """A loaded model and a prompt."""
 
     def __init__(self, loaded, settings, ids, temperature):
@@ -303,7 +303,7 @@ def full_rows(loaded, context):
     plan = loaded.plan
     least = sum(len(slots.layers) * slots.slot_bytes for slots in plan.slots)
     room = plan.budget_bytes - plan.process_bytes - plan.resident_bytes - plan.scratch_bytes - least
-    return max(0, room // KvState.bytes_for(loaded.config, context))
+    return max(0, room // KvCache.bytes_for(loaded.config, context))
 
 
 # --- the prompt -------------------------------------------------------------------------------------------------------
@@ -482,7 +482,7 @@ def run(args):
 def measure(args, settings, loaded, peaks, ids, source, decode, limit, pyplot):
     """Card, prefill, sweep, plot and JSON of a loaded model."""
     config, has_indexer, plan = loaded.config, loaded.model.weights.has_indexer, loaded.plan
-    bench, c_mid = Bench(loaded, settings, ids, args.temperature), len(ids) + decode // 2
+    bench, c_mid = InferBench(loaded, settings, ids, args.temperature), len(ids) + decode // 2
     costs = find_costs(loaded, bench.asked.bytes_of_layer, c_mid)
     dtypes = count_parameters(loaded)
     reads_disk = bool(loaded.disk.places) and (args.cold or plan.num_slots < len(loaded.disk.places))

@@ -35,7 +35,7 @@ SECONDS = 0.4  # of one measurement
 EXPERTS = 8
 
 
-class Bench:
+class KernelBench:
     """One library, its threads, and a clock."""
 
     def __init__(self, threads, variants):
@@ -126,7 +126,7 @@ def main(arguments=None):
     parser.add_argument("--only", type=lambda text: text.split(","), default=NAMES)
     parser.add_argument("--kernels", choices=VARIANTS, help="a set of instructions, else the best")
     args = parser.parse_args(arguments)
-    bench = Bench(args.threads, [args.kernels] if args.kernels else usable_variants())
+    bench = KernelBench(args.threads, [args.kernels] if args.kernels else usable_variants())
     print(f"{bench.native.name}, {args.threads} thread{'s' * (args.threads > 1)}, matrices {WIDTH} x {HIDDEN}")
     print(f"plain read of memory: {bench.read():.1f} GB/s\n")
     print("linear     " + "".join(f"{f'{count} row' + 's' * (count > 1):>21} " for count in args.rows))

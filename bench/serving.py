@@ -42,7 +42,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from errors import Refused
-from generate.scheduler import Finished, Request, Scheduler, Token
+from generate.scheduler import Finished, NewToken, Request, Scheduler
 from load.model import load_model, open_snapshot
 from settings import EMBEDDED_SNAPSHOT, Settings
 
@@ -81,7 +81,7 @@ class Window:
         return time.perf_counter(), tokens, done.forwards, experts.bytes_read, experts.hits + experts.misses
 
     def __call__(self, event):
-        if isinstance(event, Token):
+        if isinstance(event, NewToken):
             self.counts[event.job.id] = self.counts.get(event.job.id, 0) + 1
             if not self.start and len(self.counts) == self.num_clients and min(self.counts.values()) >= self.warm:
                 self.start = self.look()
@@ -129,7 +129,7 @@ class Talk:
         self.times, self.is_over = [], threading.Event()
 
     def __call__(self, event):
-        if isinstance(event, Token):
+        if isinstance(event, NewToken):
             self.times.append(time.perf_counter())
         elif isinstance(event, Finished):
             self.is_over.set()

@@ -40,10 +40,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from errors import Refused
-from forward.kv_cache import KvState
+from forward.kv_cache import KvCache
 from generate.decode import DecodeCounters, spec_decode
 from generate.draft import Drafter
-from generate.draft_length import Governor
+from generate.draft_length import DraftLength
 from generate.sampler import Sampler, uniform
 from load.model import load_model
 from settings import EMBEDDED_SNAPSHOT, Settings
@@ -191,7 +191,7 @@ class Reciter:
 MARKS = ("seconds", "read", "num_bytes", "asked", "missed")  # fields of an Arm that a run adds to
 
 
-class Arm:
+class SpeculationArm:
     """One depth in one regime: a model, a governor, and what was counted."""
 
     def __init__(self, folder, cap, depth, chance=0.0, missing=0.0):
@@ -199,7 +199,7 @@ class Arm:
         settings = replace(settings, score=None, prompt=None, replay=False, tf=False, cap=cap, draft=depth)
         self.loaded = load_model(replace(settings, lookahead="0", usage=False, ctx=0))
         self.model, self.chance, self.missing = self.loaded.model, chance, missing
-        self.governor, self.counters = Governor(depth), DecodeCounters()
+        self.governor, self.counters = DraftLength(depth), DecodeCounters()
         self.ids = []  # of all texts, what greedy draws
         self.wall = self.seconds = self.read = 0.0
         self.num_bytes = self.asked = self.missed = 0
@@ -211,12 +211,12 @@ class Arm:
             for layer in self.model.experts.home:
                 with self.model.experts.request(layer, dict.fromkeys(range(config.num_experts), 1)) as request:
                     list(request.ready(0, config.num_experts))
-        kv = KvState(config, len(prompt) + num_tokens)
+        kv = KvCache(config, len(prompt) + num_tokens)
         list(spec_decode(self.model, kv, prompt, Reciter(text) if text else Sampler(), num_tokens))
 
     def run(self, prompt, num_tokens, text=None):
         """Generate; with a text, recite it. What the prefill cost is not counted."""
-        kv = KvState(self.model.config, len(prompt) + num_tokens)
+        kv = KvCache(self.model.config, len(prompt) + num_tokens)
         machine = Machine(self.model)
         script = Script(text, self.chance, machine, self.missing) if text else None
         draft = PricedDrafter(self.model, kv, self.governor, machine, script)
@@ -254,7 +254,7 @@ class Arm:
 
 def run_arm(folder, cap, depth, jobs, chance=0.0, missing=0.0):
     """jobs: (prompt, tokens, text or None) each; the first is the warm-up -> (row, ids, share of experts missing)."""
-    arm = Arm(folder, cap, depth, chance, missing)
+    arm = SpeculationArm(folder, cap, depth, chance, missing)
     try:
         prompt, num_tokens, text = jobs[0]
         arm.warm_up(prompt, min(num_tokens, WARM_UP), text)
@@ -286,7 +286,7 @@ def run_table(model, folder, regime, jobs, chances):
     return rows
 
 
-class Differs(Exception):
+class TokensDiffer(Exception):
     """Two arms did not give the same tokens."""
 
 
@@ -295,7 +295,7 @@ def check_equal(what, expected, ids):
         at = next(
             (i for i, (a, b) in enumerate(zip(expected, ids, strict=False)) if a != b), min(len(ids), len(expected))
         )
-        raise Differs(f"{what}: not the tokens of DRAFT=0, from token {at} on")
+        raise TokensDiffer(f"{what}: not the tokens of DRAFT=0, from token {at} on")
 
 
 # --- what a person reads ----------------------------------------------------------------------------------------------
@@ -397,7 +397,7 @@ def main(arguments=None):
         print(f"the tokens of all arms are equal | {len(rows)} rows in {args.csv} | "
               f"{(time.perf_counter() - started) / 60:.1f} minutes")  # fmt: skip
         return 0
-    except Differs as error:
+    except TokensDiffer as error:
         print(f"speculation: WRONG TOKENS: {error}", file=sys.stderr)
         return 1
     except Refused as error:

@@ -202,7 +202,7 @@ def run_colibri(group, variables):
     return read_json(Path(variables["REPORT"]))
 
 
-class Bench:
+class StreamingBench:
     """The runs over one snapshot. `rows` are filled, and written to the CSV as they come."""
 
     def __init__(self, args, group, limit, writer, folder, routing, work):
@@ -374,7 +374,7 @@ def run(args, group, limit, writer):
             folder = Path(work, "glm") if routing != "own" else Path(snap)
             if routing != "own":
                 make_snapshot(folder, routing)
-            bench = Bench(args, group, limit, writer, folder, routing, Path(work))
+            bench = StreamingBench(args, group, limit, writer, folder, routing, Path(work))
             try:
                 bench.decode()
                 if "prefill" in KINDS[routing]:

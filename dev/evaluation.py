@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 from errors import Refused
 from generate import scheduler as scheduling
-from generate.scheduler import Finished, Scheduler, Token
-from generate.score import Request, score_requests
+from generate.scheduler import Finished, NewToken, Scheduler
+from generate.score import ScoreRequest, score_requests
 from machine.console import say
-from modes.score import RequestReader
-from text.detokenizer import TextStream
+from modes.score import ScoreFileReader
+from text.detokenizer import Detokenizer
 
 PROGRESS_SECONDS = 5.0
 DEFAULT_ANSWER = 256  # tokens, where a task says nothing; that is lm_eval's own
@@ -23,7 +23,7 @@ LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_token
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class EvaluationOptions:
     """How an answer is generated. The text before the first of the `until` strings is the answer."""
 
     until: tuple[str, ...] = ()
@@ -42,7 +42,7 @@ class Options:
         max_tokens = next((int(length) for length in lengths if length is not None), DEFAULT_ANSWER)
         temperature = float(kwargs.pop("temperature", 0.0) or 0.0)
         samples = kwargs.pop("do_sample", None)
-        options = Options(
+        options = EvaluationOptions(
             until=tuple(filter(None, until)),
             max_tokens=max_tokens,
             temperature=0.0 if samples is False else temperature,
@@ -61,7 +61,7 @@ class Evaluation:
 
     def __init__(self, settings, opened):
         self.settings, self.context = settings, opened.context
-        self.reader = RequestReader(settings, opened)
+        self.reader = ScoreFileReader(settings, opened)
         self.tokenizer = self.reader.tokenizer
         if self.tokenizer is None:
             raise Refused(f"{opened.folder}: has no tokenizer.json; an evaluation is made of texts")
@@ -86,7 +86,7 @@ class Evaluation:
             context_ids, ids = [], self.tokenizer.encode(continuation)
             if ids[: len(self.start)] == self.start:
                 ids = ids[len(self.start) :]
-        return Request(tuple(self.fit(context_ids, self.context + 1 - len(ids), "continuation")), tuple(ids))
+        return ScoreRequest(tuple(self.fit(context_ids, self.context + 1 - len(ids), "continuation")), tuple(ids))
 
     def fit(self, ids, room, what):
         """A context -> at most `room` ids: the prefix, and what stands nearest to its end."""
@@ -113,10 +113,10 @@ class Evaluation:
         if first < 2:
             raise Refused(f"CTX={self.context} is too small for a window of a text; raise CTX")
         done = min(first, len(ids))
-        requests = [Request(tuple(self.start), tuple(ids[:done]))]
+        requests = [ScoreRequest(tuple(self.start), tuple(ids[:done]))]
         while done < len(ids):
             end = min(done + size - 1, len(ids))
-            requests.append(Request((*self.prefix, *ids[end - size : done]), tuple(ids[done:end])))
+            requests.append(ScoreRequest((*self.prefix, *ids[end - size : done]), tuple(ids[done:end])))
             done = end
         return requests
 
@@ -138,7 +138,7 @@ class Evaluation:
 
     def score(self, requests):
         """-> Scores in the order of the requests."""
-        progress, scores = Progress("score", len(requests)), {}
+        progress, scores = EvaluationProgress("score", len(requests)), {}
         most = self.context * self.loaded.plan.kv_slots
         for index, score in score_requests(self.loaded.model, requests, most):
             scores[index] = score
@@ -156,7 +156,7 @@ class Evaluation:
             rows.append(asked.setdefault((context, options), 0))
             asked[context, options] += 1
         self.say_cut("prompts")
-        readers, progress = queue.SimpleQueue(), Progress("generate", len(requests))
+        readers, progress = queue.SimpleQueue(), EvaluationProgress("generate", len(requests))
         scheduler, answers = Scheduler(self.loaded, max_queue=len(requests)), {}
         try:
             # Those that begin alike come one after the other: the beginning is read in once.
@@ -205,10 +205,10 @@ class AnswerReader:
 
     def __init__(self, index, tokenizer, until, done):
         self.index, self.until, self.done = index, until, done
-        self.stream, self.answer, self.error = TextStream(tokenizer), None, None
+        self.stream, self.answer, self.error = Detokenizer(tokenizer), None, None
 
     def __call__(self, event):
-        if isinstance(event, Token) and self.answer is None:
+        if isinstance(event, NewToken) and self.answer is None:
             self.stream.push(event.id)
             self.answer = cut_at(self.stream.text, self.until)
             if self.answer is not None:
@@ -240,7 +240,7 @@ def first_token(tokenizer, opened):
     raise Refused(f"{tokenizer.path.parent}: declares no bos_token and no eos_token to stand for an empty context")
 
 
-class Progress:
+class EvaluationProgress:
     """A line on stderr every few seconds."""
 
     def __init__(self, what, total):

@@ -36,7 +36,7 @@ from dev.synthetic.text import topic_ids, uniform_ids
 from errors import Refused
 from kernels.packing import FORMATS, MXFP4
 from scripts.container import shard_bytes, write_shard
-from snapshot.config import Fields
+from snapshot.config import ConfigFields
 from snapshot.families.glm_moe_dsa import read_config
 
 SOURCE = "dev/make_synthetic.py"
@@ -78,7 +78,7 @@ def fill_in(args):
     args.active = min(args.active, args.experts)
     args.report_tokens = min(args.report_tokens, args.prompt + args.tokens)
     config = make_config(args.name, args)
-    read_config(Fields(config, "the engine runs no model of these sizes"))
+    read_config(ConfigFields(config, "the engine runs no model of these sizes"))
     return config
 
 

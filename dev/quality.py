@@ -37,11 +37,11 @@ import scripts.conversion
 from dev.tiny.texts import WHERE, load_folder
 from dev.train_tiny import LONG, held_out_rows
 from errors import Refused
-from forward.kv_cache import KvState
+from forward.kv_cache import KvCache
 from forward.step import step_all
 from kernels.packing import FORMATS, GROUP, INTEGERS
-from load.model import Loaded, load_model
-from scripts.conversion import Conversion, Matrix, Options
+from load.model import LoadedModel, load_model
+from scripts.conversion import Conversion, ConversionOptions, ConvertedMatrix
 from scripts.convert import compare, convert
 from settings import EMBEDDED_SNAPSHOT, Settings, read_whole
 from snapshot.config import read_config
@@ -87,12 +87,12 @@ def make_options(name, experts_alone):
     """A format as it is named on the command line -> the converter's Options."""
     word = name.removesuffix(PLAIN)
     if word == DEFAULTS:
-        return Options()
+        return ConversionOptions()
     fmt = FORMATS.get(word)
     if fmt not in INTEGERS:
         raise Refused(f"--formats {name}: no packed format; {', '.join(ALL_FORMATS)} are the usual ones")
     others = 16 if experts_alone else fmt.bits
-    return Options(fmt.bits, others, others, others, fmt.group)
+    return ConversionOptions(fmt.bits, others, others, others, fmt.group)
 
 
 def make_container(folder, options, out, plain=False):
@@ -106,7 +106,7 @@ def make_container(folder, options, out, plain=False):
     conversion, reader = Conversion(folder, options), Reader()
     try:
         items = [item for groups in conversion.shards.values() for group in groups for item in group.items]
-        matrices = [item for item in items if isinstance(item, Matrix)]
+        matrices = [item for item in items if isinstance(item, ConvertedMatrix)]
         if any(matrix.stored.format.is_integer for matrix in matrices):
             raise Refused(f"{folder}: holds packed matrices already; name the snapshot that it was converted from")
         quiet = redirect_stderr(StringIO())  # the converter's progress; what goes wrong is raised
@@ -135,10 +135,10 @@ def make_container(folder, options, out, plain=False):
 
 
 @dataclass
-class Run:
+class QualityRun:
     """A model, and what is added up over the tokens: a list entry for each row of text."""
 
-    loaded: Loaded
+    loaded: LoadedModel
     nats: list = field(default_factory=list)
     kl: list = field(default_factory=list)
     kl_alone: list = field(default_factory=list)
@@ -149,7 +149,7 @@ class Run:
 
         truth, exact: the same of the snapshot, and of these weights with exact activations.
         """
-        logits = step_all(self.loaded.model, [(ids[:-1], KvState(self.loaded.config, len(ids) - 1))])
+        logits = step_all(self.loaded.model, [(ids[:-1], KvCache(self.loaded.config, len(ids) - 1))])
         own = logits.double().log_softmax(-1)
         truth = own if truth is None else truth
         self.nats.append(-own.gather(1, torch.tensor(ids[1:])[:, None]).sum().item())
@@ -192,10 +192,10 @@ def measure(folder, formats, rows, say):
             environ = {"EXACT": str(int(exact)), "CTX": str(LONG), "KERNELS": "reference"}
             loaded = load_model(Settings.read([], environ, snap=str(folder)))
             stack.callback(loaded.close)
-            return Run(loaded)
+            return QualityRun(loaded)
 
         lines, runs = [], []
-        for i, (name, options) in enumerate({AS_STORED: Options(16, 16, 16, 16), **formats}.items()):
+        for i, (name, options) in enumerate({AS_STORED: ConversionOptions(16, 16, 16, 16), **formats}.items()):
             out = temporary / str(i)
             lines.append({"format": name} | make_container(folder, options, out, name.endswith(PLAIN)))
             runs.append((load(out, exact=True), load(out, exact=False) if i else None))

@@ -35,14 +35,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from errors import Refused, printable
-from experts.policy import ExpertPolicy, LeastRecentlyUsed
+from experts.policy import EvictionPolicy, LruPolicy
 from experts.route_trace import read_trace
 
 HALVED_EVERY = 500  # tokens
 PHASES = "decode", "prefill"
 
 
-class GlobalLru(LeastRecentlyUsed):
+class GlobalLru(LruPolicy):
     """All layers in one, but for the floor."""
 
     def victim(self, protected, layer=None):
@@ -52,7 +52,7 @@ class GlobalLru(LeastRecentlyUsed):
         return min(keys, key=lambda key: (self.score(key), key), default=None)
 
 
-class AgedLfu(ExpertPolicy):
+class AgedLfu(EvictionPolicy):
     """Counts of uses that are all halved now and then."""
 
     def __init__(self, layers, num_experts, floor):
@@ -75,10 +75,10 @@ class AgedLfu(ExpertPolicy):
 
 
 POLICIES = {
-    "LRU per layer": LeastRecentlyUsed,
+    "LRU per layer": LruPolicy,
     "LRU global": GlobalLru,
     "LFU, ageing": AgedLfu,
-    "colibri": ExpertPolicy,
+    "colibri": EvictionPolicy,
 }
 
 

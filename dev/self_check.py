@@ -17,10 +17,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from errors import Refused
-from forward.kv_cache import KvState
+from forward.kv_cache import KvCache
 from generate.decode import spec_decode
 from generate.draft import Drafter
-from generate.draft_length import Governor
+from generate.draft_length import DraftLength
 from generate.engine import Engine, naive_generate
 from generate.sampler import Sampler
 from load.model import load_model, open_snapshot
@@ -64,8 +64,8 @@ def check(settings, opened, num_rows, num_tokens):
                 bad += 1
                 print(f"row {row} of {what}: {words}")
         print(f"Engine, {what}: {seconds:.2f} s")
-    kv = KvState(model.config, len(prompt) + num_tokens)
-    draft = Drafter(model, kv, Governor(loaded.draft))
+    kv = KvCache(model.config, len(prompt) + num_tokens)
+    draft = Drafter(model, kv, DraftLength(loaded.draft))
     ids, seconds = timed(lambda: list(spec_decode(model, kv, prompt, Sampler(), num_tokens, (), draft)))
     if words := first_difference(ids, expected):
         bad += 1

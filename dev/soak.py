@@ -34,10 +34,10 @@ import psutil
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from errors import Refused
 from forward.finite import NonFinite
-from forward.kv_cache import KvState
+from forward.kv_cache import KvCache
 from generate.decode import spec_decode
 from generate.sampler import Sampler
-from generate.score import Request, score_requests
+from generate.score import ScoreRequest, score_requests
 from load.model import load_model, open_snapshot
 from machine.console import announce, say
 from machine.memory import rss_bytes
@@ -51,7 +51,7 @@ MAX_PROMPT, MAX_ANSWER = 2000, 16  # tokens
 FIXED_PROMPT, FIXED_ANSWER = 96, 8
 
 
-class Broken(Exception):
+class SoakFailure(Exception):
     """A promise was not kept; the message says which, with its number."""
 
 
@@ -59,7 +59,7 @@ class Abandoned(Exception):
     """Ends a prefill in the middle, as an interrupt would."""
 
 
-class Watch:
+class SoakWatch:
     """A thread that looks at the memory of this process every 50 ms, and says every 10 s how things go."""
 
     def __init__(self, budget, describe):
@@ -93,7 +93,7 @@ class Watch:
 
     def check(self):
         if self.peak > self.limit:
-            raise Broken(f"{self.peak / 1e9:.3f} GB were held, more than {ALLOWED} times the budget, "
+            raise SoakFailure(f"{self.peak / 1e9:.3f} GB were held, more than {ALLOWED} times the budget, "
                          f"{self.limit / 1e9:.3f} GB")  # fmt: skip
 
 
@@ -144,7 +144,7 @@ class Soak:
 
     def generate(self, ids, sampler, count, progress=None):
         """The tokens that follow `ids`, as they come."""
-        kv = KvState(self.config, len(ids) + count)
+        kv = KvCache(self.config, len(ids) + count)
         for token in spec_decode(self.model, kv, ids, sampler, count, progress=progress):
             self.tokens += 1
             yield token
@@ -198,10 +198,10 @@ class Soak:
         for _ in range(self.random.randint(1, 4)):
             context = tuple(self.ids(self.random.randint(1, self.longest // 8)))
             for _ in range(self.random.randint(1, 3)):
-                requests.append(Request(context, tuple(self.ids(self.random.randint(1, MAX_ANSWER)))))
+                requests.append(ScoreRequest(context, tuple(self.ids(self.random.randint(1, MAX_ANSWER)))))
         scores = dict(score_requests(self.model, requests, self.context))
         if len(scores) != len(requests):
-            raise Broken(f"{len(scores)} of {len(requests)} requests were scored")
+            raise SoakFailure(f"{len(scores)} of {len(requests)} requests were scored")
         self.scored += len(requests)
         self.tokens += sum(len(request.context) + len(request.continuation) for request in requests)
 
@@ -211,7 +211,7 @@ class Soak:
         answer = self.whole(ids, sampler, FIXED_ANSWER)
         first = self.answers.setdefault(name, answer)
         if answer != first:
-            raise Broken(f"the {name} prompt gave {answer} after {self.prompts} prompts, {first} at first")
+            raise SoakFailure(f"the {name} prompt gave {answer} after {self.prompts} prompts, {first} at first")
 
 
 def open_things():
@@ -223,7 +223,7 @@ def open_things():
 def run(loaded, minutes, seed):
     """Soak a loaded model -> the verdict in a line. Broken when a promise is not kept."""
     soak, before, rounds = Soak(loaded, seed), None, 0
-    with Watch(loaded.plan.budget_bytes, soak.describe) as watch:
+    with SoakWatch(loaded.plan.budget_bytes, soak.describe) as watch:
 
         def is_late():
             return rounds and watch.seconds >= 60 * minutes
@@ -240,7 +240,7 @@ def run(loaded, minutes, seed):
             before = before or open_things()
         for what, now, then in zip(("files", "threads"), open_things(), before, strict=True):
             if now > then:
-                raise Broken(f"{now} {what} are open, {then} were after the first round")
+                raise SoakFailure(f"{now} {what} are open, {then} were after the first round")
     return f"rounds: {rounds} | {watch.seconds:.0f} s | {soak.describe()} | {watch.of_limit()}"
 
 
@@ -248,9 +248,11 @@ def check_closed(folder, threads):
     """After the model is closed: no file of the snapshot is open, and as many Python threads run as before it."""
     files = [file.path for file in psutil.Process().open_files() if Path(file.path).is_relative_to(folder.resolve())]
     if files:
-        raise Broken(f"{len(files)} files of the snapshot are open after the model was closed, {files[0]} the first")
+        raise SoakFailure(
+            f"{len(files)} files of the snapshot are open after the model was closed, {files[0]} the first"
+        )
     if threading.active_count() > threads:
-        raise Broken(f"{threading.active_count()} Python threads run after the model was closed, {threads} before")
+        raise SoakFailure(f"{threading.active_count()} Python threads run after the model was closed, {threads} before")
 
 
 def soak_folder(args, folder):
@@ -306,7 +308,7 @@ def main(arguments=None):
                 verdict = soak_folder(args, Path(folder, "small"))
         print(f"soak: all kept | {verdict}")
         return 0
-    except (Broken, AssertionError, NonFinite) as error:
+    except (SoakFailure, AssertionError, NonFinite) as error:
         print(f"soak: BROKEN: {error}")
         return 1
     except Refused as error:

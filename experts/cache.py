@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 import torch
 
-from experts.policy import ExpertPolicy, LeastRecentlyUsed
-from experts.prefetch import Lookahead
-from experts.read_queue import Read, ReadQueue
-from experts.slots import SlotPool
+from experts.policy import EvictionPolicy, LruPolicy
+from experts.prefetch import PrefetchController
+from experts.read_queue import ExpertRead, ReadQueue
+from experts.slots import ExpertSlotPool
 from kernels.packing import grouped, pack_rows, packed_bytes, packed_view, row_blocks, view_weight
 
 
@@ -54,8 +54,8 @@ class ExpertCache:
     def __init__(self, config, disk, classes, floor, bits=16, exact=False, tier="full", lookahead="auto", guard=None):
         self.disk, self.bits, self.exact, self.guard = disk, bits, exact, guard
         self.takes_turns = tier == "reference"
-        policy = LeastRecentlyUsed if self.takes_turns else ExpertPolicy
-        self.pools = [SlotPool(slots) for slots in classes]
+        policy = LruPolicy if self.takes_turns else EvictionPolicy
+        self.pools = [ExpertSlotPool(slots) for slots in classes]
         self.policies = [policy(pool.layers, config.num_experts, floor) for pool in self.pools]
         self.home = {layer: i for i, pool in enumerate(self.pools) for layer in pool.layers}
         self.staging = torch.empty(disk.max_expert_bytes, dtype=torch.uint8) if disk.packs(bits) else None
@@ -66,7 +66,7 @@ class ExpertCache:
         self.planned = deque()  # (key, rows): guesses whose reads were not begun
         self.current = None  # the Request that is open
         self.routes = None  # of a forward that verifies guesses: [(layer, {expert: its rows})]; else None
-        self.lookahead = Lookahead("0" if self.takes_turns else lookahead, len(self.home))
+        self.lookahead = PrefetchController("0" if self.takes_turns else lookahead, len(self.home))
         self.queue = ReadQueue(self.fill, max(MIN_DEPTH, disk.depth))
         self.is_closed = False
         self.populating = threading.Thread(target=self.populate, daemon=True, name="expert slots")
@@ -90,7 +90,7 @@ class ExpertCache:
     def request(self, layer, uses, chunk_rows=1):
         """A layer asks: uses {expert, ascending: how many of the chunk's rows chose it} -> a Request; the reads of what
         is missing begin."""
-        return Request(self, layer, uses, chunk_rows)
+        return ExpertRequest(self, layer, uses, chunk_rows)
 
     # --- what is learned over time ---
 
@@ -200,7 +200,7 @@ class ExpertCache:
         slot = self.take_slot(key[0], needed, below)
         if slot is None:
             return False
-        self.guesses[key] = Read(key, slot, is_urgent=False)
+        self.guesses[key] = ExpertRead(key, slot, is_urgent=False)
         self.queue.submit(self.guesses[key])
         return True
 
@@ -288,7 +288,7 @@ class ExpertCache:
         self.queue.close()
 
 
-class Request:
+class ExpertRequest:
     """What one layer needs for one chunk. `ready` gives the experts as they are there, those on disk as they land.
 
     An expert is not evicted between asking and its use, while another can be. Leave the `with` block in any way: slots
@@ -346,7 +346,7 @@ class Request:
     def ask(self):
         """Begin to read what is missing, as far as there are slots, and then what may be missing next."""
         while self.missing and (slot := self.cache.take_slot(self.layer, self.needed)):
-            self.reads.append(Read(self.missing.popleft(), slot))
+            self.reads.append(ExpertRead(self.missing.popleft(), slot))
             self.cache.queue.submit(self.reads[-1])
         if not self.missing:
             self.cache.make_guesses()

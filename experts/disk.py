@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
-from experts.drive import Drive, Drives, check_mirror
-from kernels.packing import SCALE_DTYPES, Format, Within
+from experts.drive import Drive, DriveSet, check_mirror
+from kernels.packing import SCALE_DTYPES, RowSelection, WeightFormat
 from snapshot.formats import find_weight
 from snapshot.fused import find_fused
 from snapshot.reader import PAGE, page_end
@@ -22,7 +22,7 @@ MATRICES = ("gate", "up", "down")
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class ByteRange:
     """One read: num_bytes at `offset` of the file, to `at` in the buffer."""
 
     path: Path
@@ -33,24 +33,24 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class MatrixLayout:
     """One matrix in the buffer an expert was read into: where its data and its scales, if any, begin."""
 
-    format: Format
+    format: WeightFormat
     rows: int
     columns: int
     at: int
     scales_at: int | None
     scale_dtype: torch.dtype | None
-    within: Within | None = None
+    within: RowSelection | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertPlace:
+class ExpertLayout:
     """Reads and layout of one expert; `pieces` in the order gate, up, down; the buffer is num_bytes, whole pages."""
 
-    runs: tuple[Run, ...]
-    pieces: tuple[Piece, ...]
+    runs: tuple[ByteRange, ...]
+    pieces: tuple[MatrixLayout, ...]
     num_bytes: int
 
     @property
@@ -72,7 +72,7 @@ class ExpertDisk:
 
     def __init__(self, config, family, index, reader, layers=None):
         self.config, self.family, self.index, self.reader = config, family, index, reader
-        self.drives = Drives([Drive(index.folder, reader)])
+        self.drives = DriveSet([Drive(index.folder, reader)])
         self.layers = layers = config.sparse_layers if layers is None else layers
         self.fused = {layer: find_fused(config, family, index, layer) for layer in layers}
         self.places = {}
@@ -140,7 +140,7 @@ def lay_out(matrices):
             # Where the file puts numbers across their own size, memory cannot do as the file does.
             is_congruent = entry.offset % entry.item_bytes == 0
             end = page_end(end) + (entry.offset % PAGE if is_congruent else 0)
-            runs.append(Run(entry.path, entry.offset, entry.num_bytes, end, is_congruent))
+            runs.append(ByteRange(entry.path, entry.offset, entry.num_bytes, end, is_congruent))
         at[entry.path, entry.offset] = end
         end += entry.num_bytes
 
@@ -149,6 +149,6 @@ def lay_out(matrices):
         scales_at = scales and at[scales.path, scales.offset]
         scale_dtype = scales and SCALE_DTYPES[scales.dtype]
         data_at = at[data.path, data.offset]
-        return Piece(stored.format, stored.rows, stored.columns, data_at, scales_at, scale_dtype, stored.within)
+        return MatrixLayout(stored.format, stored.rows, stored.columns, data_at, scales_at, scale_dtype, stored.within)
 
-    return ExpertPlace(tuple(runs), tuple(map(piece_of, matrices)), page_end(end))
+    return ExpertLayout(tuple(runs), tuple(map(piece_of, matrices)), page_end(end))

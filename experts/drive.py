@@ -31,7 +31,7 @@ class DriveWarning(UserWarning):
 
 
 @dataclass(frozen=True, slots=True)
-class Arm:
+class ReadRate:
     """One way to read a drive, and how fast it was."""
 
     mode: str
@@ -46,7 +46,7 @@ class DriveSpeed:
     mode: str = "buffered"
     depth: int = 4
     gigabytes_per_second: float = 1.0
-    arms: tuple[Arm, ...] = ()
+    arms: tuple[ReadRate, ...] = ()
 
     def best(self, mode):
         """The best speed measured in a mode, None where there is none."""
@@ -106,7 +106,7 @@ def is_page_aligned(buffer):
     return ctypes.addressof(ctypes.c_char.from_buffer(buffer)) % PAGE == 0
 
 
-class Drives:
+class DriveSet:
     """Drives with the same files. An expert is read from the drive that would be done with it first; one that fails
     for good is left out from then on, while there is another."""
 
@@ -211,7 +211,7 @@ def measure(drive, places, seconds=PROBE_SECONDS):
         pace[mode] = took / count
         speed = sum(place.stored_bytes for place in sample) / took / 1e9
         best[mode, depth] = max(best.get((mode, depth), 0), speed)
-    return tuple(Arm(mode, depth, speed) for (mode, depth), speed in best.items())
+    return tuple(ReadRate(mode, depth, speed) for (mode, depth), speed in best.items())
 
 
 def time_reads(drive, places, buffers):

@@ -9,7 +9,7 @@ from dataclasses import astuple, replace
 from datetime import date
 from pathlib import Path
 
-from experts.drive import MODES, Arm, DriveSpeed, choose, measure
+from experts.drive import MODES, DriveSpeed, ReadRate, choose, measure
 
 FILE = "drives.json"
 MOUNTS = Path("/proc/self/mountinfo")
@@ -101,7 +101,7 @@ def load(path):
     known = {}
     for key, entry in entries.items() if isinstance(entries, dict) else ():
         with suppress(TypeError, ValueError, KeyError):
-            arms = tuple(Arm(*fields) for fields in entry["arms"])
+            arms = tuple(ReadRate(*fields) for fields in entry["arms"])
             if arms and all(map(is_sane, arms)):
                 known[key] = date.fromisoformat(entry["date"]), arms
     return known

@@ -28,7 +28,7 @@ LEAST_COUNT = 0.01  # aged uses that are worth writing down
 MOST_HALVINGS = 300  # 2^-300 is nothing, and LARGE * 2^300 still a float
 
 
-class AgedCounts:
+class DecayedCounts:
     """Uses of one layer's experts, halved every `half_life` tokens.
 
     Instead of making all sums smaller, a new use is worth more: `unit` is what one use counts now.
@@ -55,11 +55,11 @@ class AgedCounts:
             self.sums[expert] = max(0.0, self.sums[expert] - rows * self.worth)
 
 
-class LayerUses:
+class LayerUsage:
     """What one layer used, and its residents in the order in which they go."""
 
     def __init__(self, num_experts):
-        self.recent, self.steady = AgedCounts(num_experts, RECENT), AgedCounts(num_experts, STEADY)
+        self.recent, self.steady = DecayedCounts(num_experts, RECENT), DecayedCounts(num_experts, STEADY)
         self.last_used = [0] * num_experts  # number of the call to `used`
         self.residents = set()
         self.ranking = None  # [(score, last use, expert)] ascending; None: sorted anew when asked for
@@ -77,12 +77,12 @@ class LayerUses:
         return self.score(expert), self.last_used[expert], expert
 
 
-class ExpertPolicy:
+class EvictionPolicy:
     """One budget over all layers; the lowest score goes. See the head of this file."""
 
     def __init__(self, layers, num_experts, floor):
         """layers: ids in the order in which they run; floor: residents that each layer keeps, 0 or more."""
-        self.layers, self.floor = {layer: LayerUses(num_experts) for layer in layers}, floor
+        self.layers, self.floor = {layer: LayerUsage(num_experts) for layer in layers}, floor
         self.places = {layer: place for place, layer in enumerate(self.layers)}
         count = len(self.layers)
         # For the layer that runs, the next one, ...: what a score is worth that waits so long for its next chance.
@@ -165,7 +165,7 @@ class ExpertPolicy:
             state.ranking = None
 
 
-class LeastRecentlyUsed:
+class LruPolicy:
     """The reference: layers have equal shares, and in each the expert that was used longest ago goes."""
 
     def __init__(self, layers, num_experts, floor):

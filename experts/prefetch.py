@@ -14,7 +14,7 @@ KEPT = 0.5  # of the sums, from one trial to the next
 
 
 @dataclass(slots=True)
-class Gains:
+class PrefetchGains:
     """Seconds."""
 
     gained: float = 0.0
@@ -26,13 +26,13 @@ class Gains:
         return self.gained > self.lost + self.thinking
 
 
-class Lookahead:
+class PrefetchController:
     """Decides before each guess whether it is made. `auto` makes none while the last ones were not worth it, and tries
     again after a pause, each time a longer one. Where two tokens missed nothing there is nothing to guess."""
 
     def __init__(self, mode, num_layers):
         self.mode, self.num_layers = mode, max(1, num_layers)
-        self.gains = Gains()
+        self.gains = PrefetchGains()
         self.is_on, self.pause = mode != "0", PAUSE
         self.calls = 0  # since the last decision, LOOKS for each layer of each token
         self.right, self.made = 1.0, 2.0  # guesses, slowly forgotten
@@ -56,10 +56,10 @@ class Lookahead:
     def decide(self):
         self.calls = 0
         if not self.is_on:
-            self.is_on, self.gains = True, Gains()
+            self.is_on, self.gains = True, PrefetchGains()
         elif self.gains.is_worth_it:
             self.pause = PAUSE
-            for name in Gains.__slots__:
+            for name in PrefetchGains.__slots__:
                 setattr(self.gains, name, KEPT * getattr(self.gains, name))
         else:
             self.is_on = False

@@ -10,7 +10,7 @@ import time
 from collections import deque
 
 
-class Read:
+class ExpertRead:
     """One expert on its way into a slot. `value` is what `fill` made of it, `error` what kept it from that.
 
     `seconds` it took, `free_seconds` of them while nothing else was needed: up to now, if it is under way.

@@ -13,7 +13,7 @@ NEARLY = 15 / 16  # of a larger slot is near enough to share it
 
 
 @dataclass(frozen=True, slots=True)
-class SlotClass:
+class ExpertSlots:
     """Slots of one size, and the layers that share them."""
 
     layers: tuple[int, ...]
@@ -48,11 +48,11 @@ def share_out(sizes, num_experts, budget_bytes=0, per_layer=0):
     for size, layers in groups:
         wanted = per_layer * len(layers) or budget_bytes * len(layers) // total
         wanted = min(max(wanted, len(layers)), num_experts * len(layers))
-        classes.append(SlotClass(tuple(sorted(layers)), size, wanted))
+        classes.append(ExpertSlots(tuple(sorted(layers)), size, wanted))
     return tuple(classes)
 
 
-class SlotPool:
+class ExpertSlotPool:
     """The slots of a SlotClass, each a (start, stop) of the arena. A slot is free, handed out, or given back to the
     system."""
 

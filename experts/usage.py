@@ -45,7 +45,7 @@ C_ENGINE_FILE = ".coli_usage"
 C_ENGINE_LINE = re.compile(rb"^(\d{1,9}) (\d{1,9}) (\d{1,19})\r?\n", re.MULTILINE)
 
 
-class Usage:
+class UsageHistory:
     """The history of one model. Nothing that is wrong with its file is an error; at worst nothing is known."""
 
     def __init__(self, opened, cache):

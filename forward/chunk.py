@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from forward.kv_cache import KvState
+from forward.kv_cache import KvCache
 from kernels.reference import rope_angles
 
 
@@ -12,7 +12,7 @@ from kernels.reference import rope_angles
 class Segment:
     """Rows start..stop of a chunk are the next positions of one sequence."""
 
-    kv: KvState
+    kv: KvCache
     first: int  # position of its first row
     start: int
     stop: int

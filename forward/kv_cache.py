@@ -15,7 +15,7 @@ from kernels.packing import FORMATS
 
 
 @dataclass(frozen=True, slots=True)
-class LayerKv:
+class LayerKvCache:
     """One layer of a KvState, bound at its current length: `append` writes there, and returns all up to the new end."""
 
     latents: torch.Tensor  # [capacity, kv_lora_rank], or all keys side by side
@@ -41,7 +41,7 @@ def kv_dtype(config):
     return FORMATS[config.kv_dtype].dtype
 
 
-class KvState:
+class KvCache:
     """Capacity in positions. `length` positions are known; rows beyond it are scratch.
 
     The MTP layer's row has its own count, mtp_length: slot i of it needs the token after position i. Its first slot is
@@ -79,7 +79,7 @@ class KvState:
         row = self.index_rows.get(layer)
         index_keys = None if row is None else self.index_keys[row]
         length = self.length if layer < self.config.num_layers else self.mtp_length
-        return LayerKv(self.latents[layer], self.rope_keys[layer], index_keys, length)
+        return LayerKvCache(self.latents[layer], self.rope_keys[layer], index_keys, length)
 
     def advance(self, count):
         """`count` positions have been written in every layer. ValueError beyond the capacity."""
@@ -100,7 +100,7 @@ class KvState:
         capacity = self.capacity if capacity is None else capacity
         if capacity < self.length:
             raise ValueError(f"a clone of {capacity} positions cannot hold {self.length}")
-        other = KvState(self.config, capacity)
+        other = KvCache(self.config, capacity)
         other.take(self, self.length)
         return other
 

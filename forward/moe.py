@@ -9,7 +9,7 @@ import torch
 from forward.mlp import mlp
 from forward.router import look_ahead, route, rows_of_each
 from kernels.dispatch import add_experts, add_weighted, expert_outputs, group_by_expert
-from kernels.reference import ClampedGates
+from kernels.reference import ClampedSwiGlu
 
 OUTPUT_BYTES = 32 << 20  # of experts that were computed before their turn to be added
 
@@ -59,7 +59,7 @@ def gates_of(config, biases, experts):
     if biases is None:
         return None
     parts = biases.gate[experts], biases.up[experts], biases.down[experts]
-    return ClampedGates(*parts, config.gate_limit, config.gate_alpha)
+    return ClampedSwiGlu(*parts, config.gate_limit, config.gate_alpha)
 
 
 def compute(outputs, x, matrices, indices, starts, rows, base, gates):

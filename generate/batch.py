@@ -14,7 +14,7 @@ from forward.lm_head import LOGIT_ROWS
 from forward.step import logits_after, step_hidden
 from generate.decode import draw
 from generate.draft import Drafter
-from generate.request import Prefilled, Token
+from generate.request import NewToken, Prefilled
 from generate.sampler import Sampler, token_logprobs
 
 # Rows of prompts in a step beside answers, which wait for them: few where all experts are in memory, for there each
@@ -29,7 +29,7 @@ class Interrupted(Exception):
     """Nobody waits any more for what goes through the layers."""
 
 
-class Answer:
+class Sequence:
     """A row of a job that is being answered. Its slot holds all ids but the last."""
 
     def __init__(self, job, row, slot):
@@ -68,13 +68,13 @@ class Answer:
                 self.reason = "cancelled"
                 break
             self.slot.ids.append(token)
-            self.job.tell(Token(self.job, self.row, token, logprob, top))
+            self.job.tell(NewToken(self.job, self.row, token, logprob, top))
         self.drawn = []
         self.slot.kv.trim(min(self.slot.kv.length, len(self.slot.ids)))
         return len(self.slot.ids) - before
 
 
-class Reading:
+class Prefill:
     """A job whose prompt is read in, into the first of its slots."""
 
     def __init__(self, job, slots):
@@ -101,10 +101,10 @@ class Reading:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ScheduledTokens:
     """What a forward takes of an Answer, its last id and guesses, or of a Reading, the next of its prompt."""
 
-    of: Answer | Reading
+    of: Sequence | Prefill
     tokens: list[int]
 
     @property
@@ -113,7 +113,7 @@ class Part:
 
     @property
     def is_answer(self):
-        return isinstance(self.of, Answer)
+        return isinstance(self.of, Sequence)
 
     @property
     def ends_prompt(self):
@@ -164,12 +164,12 @@ class Batch:
         if self.answers:
             guesses = self.guess(num_others)
         parts = [
-            Part(answer, [answer.slot.ids[-1], *mine])
+            ScheduledTokens(answer, [answer.slot.ids[-1], *mine])
             for answer, mine in zip(self.answers, guesses or [()] * len(self.answers), strict=True)
         ]
         for reading, count in pieces:
             at = reading.slot.kv.length
-            parts.append(Part(reading, list(reading.job.request.prompt_ids[at : at + count])))
+            parts.append(ScheduledTokens(reading, list(reading.job.request.prompt_ids[at : at + count])))
         try:
             outcome = self.forward(parts)
         except Interrupted:
@@ -294,7 +294,7 @@ class Batch:
         job, slots = reading.job, reading.slots
         self.readings.remove(reading)
         job.tell(Prefilled(job, reading.logprobs))
-        answers = [Answer(job, row, slot) for row, slot in enumerate(slots)]
+        answers = [Sequence(job, row, slot) for row, slot in enumerate(slots)]
         for answer in answers:
             if answer.row not in job.left:
                 self.free(answer.slot, job, answer.row, "cancelled")  # while the prompt was read in
@@ -320,7 +320,7 @@ class Batch:
 
     def fail(self, of, reason, error=None):
         """An answer, or all rows of a job whose prompt is read in, can or need not go on."""
-        if isinstance(of, Answer):
+        if isinstance(of, Sequence):
             self.end(of, reason, error)
             return
         self.readings.remove(of)
@@ -333,7 +333,7 @@ class Batch:
         """A forward over several failed: each by itself and without guesses, so that only those end which fail."""
         for part in parts:
             if len(parts) > 1:
-                alone = [Part(part.of, part.tokens[:1] if part.is_answer else part.tokens)]
+                alone = [ScheduledTokens(part.of, part.tokens[:1] if part.is_answer else part.tokens)]
                 try:
                     outcome = self.forward(alone)
                 except Interrupted:

@@ -40,7 +40,7 @@ class NoDraft:
         """As `verified`: a number for each sequence."""
 
 
-class NgramSource:
+class NgramProposer:
     """What followed when the last tokens stood there before: the longest match of 2 to 8 tokens, the latest of them."""
 
     SHORTEST, LONGEST, LONG = 2, 8, 4
@@ -50,7 +50,7 @@ class NgramSource:
         self.places, self.known = {}, 1  # last SHORTEST tokens -> where they ended; tokens that are in there
 
     def clone(self):
-        other = NgramSource()
+        other = NgramProposer()
         other.places, other.known = self.places.copy(), self.known
         return other
 
@@ -77,7 +77,7 @@ class NgramSource:
         return "long n-gram" if best >= self.LONG else "n-gram", list(ids[at : at + max_tokens])
 
 
-class MtpSource:
+class MtpProposer:
     """The model's own multi-token-prediction layer on one KvState. Hidden rows are kept until a token follows them."""
 
     FEW, MANY = 16, 256  # rows of a chunk that may wait; rows that wait at most, of all sequences together
@@ -94,7 +94,7 @@ class MtpSource:
 
     def clone(self, kv):
         """The same on a clone of our KvState."""
-        other = MtpSource(self.model, kv)
+        other = MtpProposer(self.model, kv)
         other.first, other.hidden, other.tokens = self.first, self.hidden, self.tokens
         return other
 
@@ -170,12 +170,12 @@ def catch_up(model, wanted):
     return s[torch.tensor([len(tokens) for tokens, _ in batch]).cumsum(0) - 1]
 
 
-class Sources:
+class Proposers:
     """What one sequence guesses from."""
 
     def __init__(self, model, kv):
-        self.kv, self.ngrams = kv, NgramSource()
-        self.mtp = MtpSource(model, kv) if model.weights.mtp else None
+        self.kv, self.ngrams = kv, NgramProposer()
+        self.mtp = MtpProposer(model, kv) if model.weights.mtp else None
 
     def clone(self, kv):
         """The same on a clone of our KvState."""
@@ -190,7 +190,7 @@ class Drafter(NoDraft):
     def __init__(self, model, kv, governor, clock=time.perf_counter):
         """kv None: of no sequence yet, see `take`."""
         self.model, self.governor, self.clock = model, governor, clock
-        self.rows = [Sources(model, kv)] if kv else []
+        self.rows = [Proposers(model, kv)] if kv else []
         self.reading = []  # Sources of sequences that do not guess yet
         self.turns = self.drafting = self.before = None  # of the forward under way
         self.num_others = 0  # its rows of sequences that do not guess
@@ -206,7 +206,7 @@ class Drafter(NoDraft):
         """Another text on the KV state that we follow, which holds the first of these ids: what stood elsewhere is
         forgotten, what the multi-token-prediction layer remembers is kept."""
         [row] = self.rows
-        row.ngrams = NgramSource()
+        row.ngrams = NgramProposer()
         if row.mtp:
             row.mtp.resume(ids)
 
@@ -237,7 +237,7 @@ class Drafter(NoDraft):
         """num_others: rows of the forward that belong to sequences which do not guess; they come after all others."""
         self.num_others = num_others
         for row in self.reading:
-            if row.mtp and row.mtp.hidden is not None and len(row.mtp.hidden) > MtpSource.FEW:
+            if row.mtp and row.mtp.hidden is not None and len(row.mtp.hidden) > MtpProposer.FEW:
                 row.mtp.absorb()
         num_own = sum(num_new for _, _, num_new in wanted)
         num_rows = num_own + num_others
@@ -268,7 +268,7 @@ class Drafter(NoDraft):
         """Sequences at the same place of the same text, such as greedy ones, do the same: then they stay together, and
         ask for the same experts."""
         keys = [
-            (len(ids), *ids[-NgramSource.LONGEST :], *offer.items())
+            (len(ids), *ids[-NgramProposer.LONGEST :], *offer.items())
             for (ids, _, _), offer in zip(wanted, offers, strict=True)
         ]
         deepest = {}
@@ -298,7 +298,7 @@ class Drafter(NoDraft):
     def keep_up(self, idle):
         """idle [(MtpSource or None, ids), ...], of which no guess is wanted now: let not too many rows wait."""
         idle = [(source, ids) for source, ids in idle if source and source.is_ready]
-        if sum(len(source.hidden) for source, _ in idle) > MtpSource.MANY:
+        if sum(len(source.hidden) for source, _ in idle) > MtpProposer.MANY:
             catch_up(self.model, idle)
 
     def look(self):

@@ -18,7 +18,7 @@ import sys
 from collections import Counter
 from itertools import permutations
 
-from generate.forward_time import ForwardTime, Mean
+from generate.forward_time import DecayedRatio, ForwardTime
 
 MOST = 8  # guesses that auto makes
 FIRST_PAUSE, LONGEST_PAUSE = 16, 192  # forwards between trials
@@ -29,7 +29,7 @@ ENOUGH = 3  # guesses at a position, before the next one is tried
 GAIN = 1.03  # in tokens a second that makes guessing worth it
 
 
-class Governor:
+class DraftLength:
     """depth: auto, or a number of guesses. One for a run; sequences may share it."""
 
     def __init__(self, depth="auto"):
@@ -53,7 +53,7 @@ class Governor:
         """The Mean of how often the guess at a position, 0 for the first, is right if those before it are."""
         means = self.right.setdefault(source, [])
         while len(means) <= position:
-            means.append(Mean(means[-1].value if means else PRIOR[source], PRIOR_WEIGHT))
+            means.append(DecayedRatio(means[-1].value if means else PRIOR[source], PRIOR_WEIGHT))
         return means[position]
 
     def chances(self, source, depth, is_hope=False):
@@ -183,7 +183,7 @@ class Governor:
         time.note(num_rows + guesses.total(), seconds, waited, experts, missed)
         for source, count in guesses.items():
             if count:
-                self.drafting.setdefault(source, Mean()).add(drafting[source], count)
+                self.drafting.setdefault(source, DecayedRatio()).add(drafting[source], count)
         if self.plan:
             added = (1, *self.plan, sum(1 + accepted for _, _, accepted in turns), seconds)
             self.planned = [a + b for a, b in zip(self.planned, added, strict=True)]

@@ -18,13 +18,13 @@ import torch
 from forward.model import Model
 from forward.step import step_last
 from generate.draft import Drafter, NoDraft
-from generate.draft_length import Governor
-from generate.kv_rows import HeadCache, LatentCache
+from generate.draft_length import DraftLength
+from generate.kv_rows import BatchKvCache, HeadKvCache
 from generate.sampler import Sampler
 from generate.tools.row_state import RowState
 
 
-class Row:
+class EngineRow:
     """One answer on its way, up to `end` ids with its prompt. runs_ahead: what a tool forces needs no forward of its
     own."""
 
@@ -84,7 +84,7 @@ class Engine:
             raise ValueError("tools need a tokenizer")
         if draft != "auto" and not str(draft or 0).isdecimal():
             raise ValueError(f"draft={draft}: expected auto or a number of guesses")
-        self.governor, self.forwards, self.forward_rows = Governor(draft or 0), 0, 0
+        self.governor, self.forwards, self.forward_rows = DraftLength(draft or 0), 0, 0
         if self.governor.most and not self.rows.runs_ahead:
             raise ValueError(f"draft={draft}: a model that keeps keys and values by heads cannot draft")
         self.terminal_ids = frozenset(self.rows.stop_ids if terminal_ids is None else terminal_ids)
@@ -101,7 +101,7 @@ class Engine:
         if max_tokens == 0:
             return
         rows = [
-            Row(
+            EngineRow(
                 RowState(prompt_ids, self.tools, self.tokenizer, self.terminal_ids),
                 Sampler(temperature, seed=seed, row=row, top_k=top_k or 0),
                 capacity,
@@ -192,7 +192,7 @@ class LatentRows:
         self.max_positions = model.config.max_positions
 
     def new_cache(self, capacity):
-        return LatentCache.empty(self.model.config, capacity)
+        return BatchKvCache.empty(self.model.config, capacity)
 
     def forward(self, ids, cache, counts, draft):
         """ids: a list for each row -> for each row logits [count, vocab], after the last so many."""
@@ -213,7 +213,7 @@ class HeadRows:
 
     def new_cache(self, capacity):
         c = self.model.config
-        return HeadCache(c.n_layer, 1, capacity, c.n_kv_head, c.n_embd // c.n_head, device=self.device)
+        return HeadKvCache(c.n_layer, 1, capacity, c.n_kv_head, c.n_embd // c.n_head, device=self.device)
 
     def forward(self, ids, cache, counts, draft):
         """As of LatentRows, for lists of one length, counts of 1 and no draft."""

@@ -17,7 +17,7 @@ ROW_COST = 0.15  # of the arithmetic of one row, for each further row, before it
 UNION_GROWTH = 0.8  # R rows ask for R^this times the experts of one, before it is known
 
 
-class Mean:
+class DecayedRatio:
     """A slowly forgotten mean of a / b, from sums of a and of b."""
 
     def __init__(self, prior=None, weight=0.0):
@@ -36,13 +36,13 @@ class Mean:
         return min(1.0, self.value + math.sqrt(self.value * (1 - self.value) / (self.b + 1)) / 2)
 
 
-class Rows:
+class RowTimes:
     """What forwards with so many rows took."""
 
     def __init__(self):
         self.forwards, self.last = 0, deque(maxlen=SAMPLES)
         self.arithmetic = None  # seconds without waiting for experts, the median of the last
-        self.experts = Mean()  # distinct ones a forward, all layers together
+        self.experts = DecayedRatio()  # distinct ones a forward, all layers together
 
     def add(self, arithmetic, experts):
         self.forwards += 1
@@ -58,14 +58,14 @@ class ForwardTime:
         self.rows, self.known = {}, []  # number of rows -> Rows; these numbers, ascending
         # Share of the experts. One for all numbers of rows: what wrong guesses push out of memory is missed later, by a
         # forward without any.
-        self.missing = Mean()
-        self.wait = Mean()  # seconds for one that is missing
+        self.missing = DecayedRatio()
+        self.wait = DecayedRatio()  # seconds for one that is missing
 
     def note(self, num_rows, seconds, waited, experts, missed):
         """A forward over so many rows: its seconds, those it waited for experts, the distinct experts it asked for, and
         how many of them were missing."""
         if num_rows not in self.rows:
-            self.rows[num_rows] = Rows()
+            self.rows[num_rows] = RowTimes()
             insort(self.known, num_rows)
         self.rows[num_rows].add(seconds - waited, experts)
         self.missing.add(missed, experts)

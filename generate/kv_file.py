@@ -36,7 +36,7 @@ MAX_LINE_BYTES = 1 << 16
 BOUNDS = struct.Struct("<QQ")
 
 
-class SavedText:
+class SavedConversation:
     """What a file holds: ids, and where their records lie. `size` and `digest` are those of its last whole record."""
 
     def __init__(self, path, size, digest):
@@ -48,7 +48,7 @@ class SavedText:
         self.size, self.digest = size, digest
 
 
-class KvFiles:
+class KvFileStore:
     """The conversations of one model. Only what was saved by the same weights, computed in the same way, is taken.
 
     loaded: of load/model.py; cache: the user's cache folder, which need not exist; say: gets lines for stderr.
@@ -100,7 +100,7 @@ class KvFiles:
         with reading(path) as file:
             line = file.readline(MAX_LINE_BYTES)
             self.check_header(path, name, line)
-            saved = SavedText(path, len(line), hashlib.blake2b(line, digest_size=DIGEST_BYTES).digest())
+            saved = SavedConversation(path, len(line), hashlib.blake2b(line, digest_size=DIGEST_BYTES).digest())
             size = os.fstat(file.fileno()).st_size
             while record := self.next_record(file, saved, size):
                 saved.add(*record)
@@ -149,7 +149,7 @@ class KvFiles:
         try:
             with reading(known.path) as file:
                 line = file.readline(MAX_LINE_BYTES)
-                out = SavedText(known.path, len(line), hashlib.blake2b(line, digest_size=DIGEST_BYTES).digest())
+                out = SavedConversation(known.path, len(line), hashlib.blake2b(line, digest_size=DIGEST_BYTES).digest())
                 while out.size < known.size:
                     record = self.next_record(file, out, known.size)
                     if not record or record[0] + len(record[1]) > kv.capacity:
@@ -230,7 +230,7 @@ class KvFiles:
         """A new file in place of what there was, whole or not at all -> SavedText."""
         path, line = self.path(name), json.dumps(self.header | {"name": name}).encode() + b"\n"
         path.parent.mkdir(parents=True, exist_ok=True)
-        saved = SavedText(path, len(line), hashlib.blake2b(line, digest_size=DIGEST_BYTES).digest())
+        saved = SavedConversation(path, len(line), hashlib.blake2b(line, digest_size=DIGEST_BYTES).digest())
         descriptor, part = tempfile.mkstemp(dir=path.parent, prefix=path.name)
         try:
             with open(descriptor, "wb") as file:

@@ -6,10 +6,10 @@ has a length of its own, for a row whose guesses are right is ahead of the other
 
 import torch
 
-from forward.kv_cache import KvState
+from forward.kv_cache import KvCache
 
 
-class HeadCache:
+class HeadKvCache:
     """Keys and values [layers, rows, capacity, heads, head_dim], zeros at first. `extra` is what a model keeps for each
     row beside them: tensors whose first dimension is the row, cloned and thinned out with it."""
 
@@ -98,12 +98,12 @@ class HeadCache:
     def clone(self, num_rows, capacity):
         """A cache of one row -> one of num_rows independent copies of it."""
         layers, _, _, heads, dim = self.keys.shape
-        out = HeadCache(layers, num_rows, capacity, heads, dim, self.keys.dtype, self.keys.device)
+        out = HeadKvCache(layers, num_rows, capacity, heads, dim, self.keys.dtype, self.keys.device)
         out.prefill(self)
         return out
 
 
-class LatentCache:
+class BatchKvCache:
     """A KvState for each row."""
 
     def __init__(self, states):
@@ -111,7 +111,7 @@ class LatentCache:
 
     @staticmethod
     def empty(config, capacity, num_rows=1):
-        return LatentCache([KvState(config, capacity) for _ in range(num_rows)])
+        return BatchKvCache([KvCache(config, capacity) for _ in range(num_rows)])
 
     @property
     def num_rows(self):
@@ -150,4 +150,4 @@ class LatentCache:
     def clone(self, num_rows, capacity):
         """A cache of one row -> one of num_rows independent copies of it."""
         [state] = self.states
-        return LatentCache([state.clone(capacity) for _ in range(num_rows)])
+        return BatchKvCache([state.clone(capacity) for _ in range(num_rows)])

@@ -5,18 +5,18 @@ Nothing is ever reused past the first token that differs.
 
 from dataclasses import dataclass
 
-from forward.kv_cache import KvState
-from generate.draft import NgramSource, Sources
+from forward.kv_cache import KvCache
+from generate.draft import NgramProposer, Proposers
 
 KEPT_SHARE = 4  # a text is gone on with where it stands if at most so small a part of the common beginning is lost
 
 
-class Slot:
+class KvSlot:
     """A KvState and the ids that it holds, kv.length of them; `ids` may go on behind that."""
 
     def __init__(self, model, context):
-        self.model, self.kv, self.ids = model, KvState(model.config, context), []
-        self.sources = Sources(model, self.kv)
+        self.model, self.kv, self.ids = model, KvCache(model.config, context), []
+        self.sources = Proposers(model, self.kv)
         self.job = None  # who writes here
         self.conversation = None  # whose text this is, if it has a name
         self.used = 0  # when it was last, by a counter
@@ -37,11 +37,11 @@ class Slot:
             self.sources = source.sources.clone(self.kv)
         else:
             self.kv.trim(length)
-        self.ids, self.sources.ngrams = list(ids), NgramSource()
+        self.ids, self.sources.ngrams = list(ids), NgramProposer()
 
     def resume(self, saved, name):
         """Take over a conversation from generate/kv_file.py."""
-        self.ids, self.sources = saved.load(name, self.kv), Sources(self.model, self.kv)
+        self.ids, self.sources = saved.load(name, self.kv), Proposers(self.model, self.kv)
 
     def forget(self):
         self.kv.trim(0)
@@ -49,11 +49,11 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class SlotChoice:
     """Slots for the rows of a request, and the slot whose first `length` positions the first of them begins with."""
 
-    slots: list[Slot]
-    source: Slot | None
+    slots: list[KvSlot]
+    source: KvSlot | None
     length: int
 
 
@@ -79,4 +79,4 @@ def choose(slots, prompt_ids, num_rows, conversation=None, may_reuse=True):
     else:
         first = free[0]
     others = sorted((slot for slot in free if slot is not first), key=lambda slot: slot is source and length > 0)
-    return Choice([first, *others[: num_rows - 1]], source if length else None, length)
+    return SlotChoice([first, *others[: num_rows - 1]], source if length else None, length)

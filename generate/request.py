@@ -38,7 +38,7 @@ class Prefilled:
 
 
 @dataclass(frozen=True, slots=True)
-class Token:
+class NewToken:
     """The next token of a row. log p and the likeliest [(id, log p), ...] are None unless they were asked for."""
 
     job: "Job"

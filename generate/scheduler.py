@@ -16,13 +16,13 @@ import time
 from collections import Counter, deque
 from dataclasses import asdict
 
-from generate.batch import Batch, Reading, words_of
-from generate.draft_length import Governor
+from generate.batch import Batch, Prefill, words_of
+from generate.draft_length import DraftLength
 from generate.kv_file import common_length
-from generate.kv_slots import Slot, choose
-from generate.request import Finished, Job, Prefilled, QueueFull, Request, Started, Token, check_request
+from generate.kv_slots import KvSlot, choose
+from generate.request import Finished, Job, NewToken, Prefilled, QueueFull, Request, Started, check_request
 
-__all__ = ["Finished", "Job", "Prefilled", "QueueFull", "Request", "Scheduler", "Started", "Token"]
+__all__ = ["Finished", "Job", "NewToken", "Prefilled", "QueueFull", "Request", "Scheduler", "Started"]
 
 LAST = 16  # jobs whose time counts for retry_after
 
@@ -35,8 +35,8 @@ class Scheduler:
     def __init__(self, loaded, num_slots=None, max_queue=8, saved=None, draft=None):
         self.model, self.config, self.context = loaded.model, loaded.config, loaded.context
         self.max_queue, self.saved = max_queue, saved
-        self.slots = [Slot(self.model, self.context) for _ in range(num_slots or loaded.plan.kv_slots)]
-        self.governor = Governor(loaded.draft if draft is None else draft)
+        self.slots = [KvSlot(self.model, self.context) for _ in range(num_slots or loaded.plan.kv_slots)]
+        self.governor = DraftLength(loaded.draft if draft is None else draft)
         plan = loaded.plan
         fits_memory = plan.num_slots >= plan.num_sparse_layers * plan.num_experts
         self.batch = Batch(self.model, self.governor, fits_memory, self.free, self.finish, lambda: self.is_closing)
@@ -169,7 +169,7 @@ class Scheduler:
         self.prompt_tokens += len(r.prompt_ids)
         self.cached_tokens += length
         job.tell(Started(job, length))
-        self.batch.readings.append(Reading(job, choice.slots))
+        self.batch.readings.append(Prefill(job, choice.slots))
 
     def free(self, slot, job, row, reason):
         """Nobody writes to a slot any more; it remembers what stands in it, unless something went wrong there."""

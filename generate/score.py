@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 import torch
 
-from forward.kv_cache import KvState
+from forward.kv_cache import KvCache
 from forward.lm_head import LOGIT_ROWS
 from forward.step import logprobs_of, step, step_logprobs
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class ScoreRequest:
     """Token ids; the context holds at least one."""
 
     context: tuple[int, ...]
@@ -79,7 +79,7 @@ def score_wave(model, wave, requests, max_positions, counters, progress):
     states = []
     for context, indices in wave:
         longest = max(len(requests[i].continuation) for i in indices)
-        states.append(KvState(model.config, len(context) + max(longest - 1, 0)))
+        states.append(KvCache(model.config, len(context) + max(longest - 1, 0)))
     logits = read_contexts(model, [list(context) for context, _ in wave], states, counters, progress)
 
     # 2) the first token of a continuation follows from the context's last logits

@@ -37,7 +37,7 @@ QUICK = (1.0,)
 
 
 @dataclass(frozen=True, slots=True)
-class Format:
+class WeightFormat:
     """One way a matrix lies in bytes."""
 
     name: str
@@ -80,13 +80,13 @@ class Format:
         return self.name
 
 
-FLOATS = {stored: Format(stored.lower(), 8 * dtype.itemsize, dtype=dtype) for stored, dtype in DTYPES.items()}
-FP8 = Format("fp8-b128", 8, BLOCK, torch.float8_e4m3fn)
-MXFP4 = Format("mxfp4", 4, 32)
+FLOATS = {stored: WeightFormat(stored.lower(), 8 * dtype.itemsize, dtype=dtype) for stored, dtype in DTYPES.items()}
+FP8 = WeightFormat("fp8-b128", 8, BLOCK, torch.float8_e4m3fn)
+MXFP4 = WeightFormat("mxfp4", 4, 32)
 INTEGERS = (
-    *(Format(f"int{bits}-row", bits) for bits in (8, 4, 2)),
-    *(Format(f"int{bits}-g{group}", bits, group) for bits in (8, 4, 2) for group in GROUPS),
-    Format("int3-g64", 3, 64),
+    *(WeightFormat(f"int{bits}-row", bits) for bits in (8, 4, 2)),
+    *(WeightFormat(f"int{bits}-g{group}", bits, group) for bits in (8, 4, 2) for group in GROUPS),
+    WeightFormat("int3-g64", 3, 64),
 )
 FORMATS = {fmt.name: fmt for fmt in (*FLOATS.values(), FP8, MXFP4, *INTEGERS)}
 
@@ -106,7 +106,7 @@ class Weight:
 
     data: torch.Tensor  # [out, in] of a float dtype, or [out, row bytes] uint8
     columns: int
-    format: Format
+    format: WeightFormat
     scales: torch.Tensor | None = None  # format.scale_shape, float32 or float16
     exact: bool = False
     native: object = field(default=None, compare=False, repr=False)  # kernels/native.py keeps its view of it here
@@ -139,7 +139,7 @@ class Weight:
 
 
 @dataclass(frozen=True, slots=True)
-class Within:
+class RowSelection:
     """The rows of a matrix that lies in a larger one of `rows` rows: first, first + step, and so on. is_transposed:
     the larger one lies as [in, out], in a float format."""
 
@@ -162,7 +162,7 @@ def view_weight(
 ):
     """A Weight over a uint8 buffer whose data and scales, or those of the matrix it is within, begin at the given
     bytes. Nothing is read or written."""
-    within = within or Within(0, 1, rows)
+    within = within or RowSelection(0, 1, rows)
     data = buffer[data_at : data_at + within.rows * fmt.row_bytes(columns)]
     if fmt.dtype:
         data = data.view(fmt.dtype)

@@ -35,7 +35,7 @@ def linear(x, weight, bias=None):
 
 
 @dataclass(frozen=True, slots=True)
-class ClampedGates:
+class ClampedSwiGlu:
     """How the halves of some experts meet that have biases: clamped_mlp. Rows of the biases are experts."""
 
     gate_bias: torch.Tensor  # [experts, width]

@@ -9,15 +9,15 @@ from experts.cache import ExpertCache
 from experts.disk import ExpertDisk
 from experts.drive_speed import set_up_drives
 from experts.route_trace import RouteTrace
-from experts.usage import Usage
+from experts.usage import UsageHistory
 from forward.model import Model
 from kernels import dispatch
 from kernels.packing import GROUP
-from load.plan import Plan, make_plan
+from load.plan import MemoryPlan, make_plan
 from machine.memory import MemoryGuard, available_bytes
 from machine.threads import num_threads
 from snapshot.config import ModelConfig, read_config
-from snapshot.dense import ResidentTensors
+from snapshot.dense import DenseTensors
 from snapshot.index import read_index
 from snapshot.reader import Reader
 
@@ -26,15 +26,15 @@ TOKENIZER_FACTOR = 20
 
 
 @dataclass(frozen=True)
-class Opened:
+class OpenedSnapshot:
     """A snapshot whose headers are read and checked, and the plan for it; no weight is in memory yet."""
 
     folder: Path
     config: ModelConfig
-    resident: ResidentTensors
+    resident: DenseTensors
     disk: ExpertDisk
     reader: Reader
-    plan: Plan
+    plan: MemoryPlan
     notices: tuple[str, ...]  # one line each, for stderr
     lossy: tuple[str, ...]  # what makes the answers differ from the snapshot's own, in words
     resources: ExitStack  # what `close` ends: files, reader threads
@@ -50,14 +50,14 @@ class Opened:
 
 
 @dataclass(frozen=True)
-class Loaded(Opened):
+class LoadedModel(OpenedSnapshot):
     """The same with the model, ready to run."""
 
     model: Model
     kernels: str  # which run, in one line for stderr
     drive: str  # how experts are read, a line for each drive
     draft: str  # guesses per forward: auto, or a number
-    usage: Usage | None  # what is learned over runs
+    usage: UsageHistory | None  # what is learned over runs
     history: str | None  # what the run begins with of it, in one line for stderr
 
 
@@ -78,7 +78,7 @@ def open_snapshot(settings, kv_slots=1):
     config = replace(reduce_experts(settings, config), kv_dtype=settings.kv_dtype)
     index = read_index(folder)
     reader = Reader()
-    resident = ResidentTensors(config, family, index, with_mtp=settings.drafts)
+    resident = DenseTensors(config, family, index, with_mtp=settings.drafts)
     disk = ExpertDisk(config, family, index, reader, (*config.sparse_layers, *resident.mtp_layers))
     if settings.snap_mirror:
         disk.add_mirror(Path(settings.snap_mirror))
@@ -93,7 +93,7 @@ def open_snapshot(settings, kv_slots=1):
     )
     resources = ExitStack()
     resources.callback(reader.close)
-    return Opened(folder, config, resident, disk, reader, plan, notices, lossy, resources)
+    return OpenedSnapshot(folder, config, resident, disk, reader, plan, notices, lossy, resources)
 
 
 def tokenizer_bytes(folder):
@@ -127,10 +127,10 @@ def load_model(settings, opened=None):
     model = Model(opened.config, weights, experts, opened.plan.prefill_chunk, trace=trace)
     usage = history = None
     if settings.usage and settings.expert_tier == "full" and opened.config.sparse_layers:
-        usage = Usage(opened, settings.cache)
+        usage = UsageHistory(opened, settings.cache)
         counts, history = usage.load()
         experts.prime(counts)
-    return Loaded(
+    return LoadedModel(
         **vars(opened), model=model, kernels=kernels, drive=drive, draft=settings.draft, usage=usage, history=history
     )
 

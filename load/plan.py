@@ -8,9 +8,9 @@ and have. The engine obeys this very plan. GB means 1e9 bytes.
 from dataclasses import asdict, dataclass
 
 from errors import Refused
-from experts.slots import SlotClass, share_out, slot_bytes
+from experts.slots import ExpertSlots, share_out, slot_bytes
 from forward.cost import scratch_bytes
-from forward.kv_cache import KvState
+from forward.kv_cache import KvCache
 from kernels.build import has_compiler
 from kernels.packing import PACK_BYTES
 from machine.memory import available_bytes, rss_bytes
@@ -26,7 +26,7 @@ PROCESS_STEP = 64 << 20  # the process is counted in steps of this, so that two 
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class MemoryPlan:
     """Bytes, all of them, but for the counts."""
 
     budget_bytes: int
@@ -35,7 +35,7 @@ class Plan:
     resident_bytes: int
     kv_bytes: int
     scratch_bytes: int
-    slots: tuple[SlotClass, ...]  # layers of about the same expert size share theirs
+    slots: tuple[ExpertSlots, ...]  # layers of about the same expert size share theirs
     floor: int  # experts that each layer keeps
     num_experts: int  # of each sparse layer
     context: int  # positions of a KV state
@@ -125,12 +125,12 @@ def make_plan(config, resident, disk, settings, context, tokenizer_bytes=0, kv_s
 
     def plan_with(chunk, cache_bytes=0):
         slots = share_out(sizes, config.num_experts, cache_bytes, settings.cap if settings.cap or cache_bytes else 1)
-        return Plan(
+        return MemoryPlan(
             budget_bytes=budget,
             budget_source=source,
             process_bytes=-(-rss_bytes() // PROCESS_STEP) * PROCESS_STEP + tokenizer_bytes,
             resident_bytes=resident.num_bytes(settings.dense_bits),
-            kv_bytes=kv_slots * KvState.bytes_for(config, context),
+            kv_bytes=kv_slots * KvCache.bytes_for(config, context),
             scratch_bytes=scratch_bytes(config, chunk, context, is_native) + packing,
             slots=slots,
             floor=settings.cap or floor_of(config, slots),

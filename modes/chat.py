@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from errors import Refused
 from forward.finite import NonFinite
-from forward.kv_cache import KvState
+from forward.kv_cache import KvCache
 from generate.decode import DecodeCounters, spec_decode
 from generate.draft import Drafter
 from generate.sampler import Sampler
@@ -16,9 +16,9 @@ from load.model import check_folder, load_model, open_snapshot
 from machine.console import PrefillProgress, Terminal, announce, say, say_warnings
 from machine.exit import Terminated
 from machine.memory import rss_bytes
-from modes.report import Run, divide
+from modes.report import RunReport, divide
 from modes.text import DEFAULT_TEMPERATURE, write
-from text.detokenizer import TextStream
+from text.detokenizer import Detokenizer
 from text.tokenizer import TextTokenizer
 
 SIGN = "> "
@@ -26,7 +26,7 @@ DEFAULT_NGEN = 256
 OTHER_MODES = ("prompt", "score", "serve", "ref", "replay", "tf", "report")  # settings that mean nothing here
 
 
-class Stopped(Exception):
+class PrefillStopped(Exception):
     """The user stopped the answer while its prompt was read in."""
 
 
@@ -55,12 +55,12 @@ class StopKey:
         def watched(*where):
             progress(*where)
             if self.pressed:
-                raise Stopped
+                raise PrefillStopped
 
         return watched
 
 
-class History:
+class ChatHistory:
     """The messages so far, a question and its answer by turns, and the ids they become."""
 
     def __init__(self, settings, config, tokenizer, context):
@@ -124,7 +124,7 @@ def question(text):
 
 
 @dataclass
-class Totals:
+class ChatTotals:
     """What all answers together took. The prefill pays for the first token of an answer."""
 
     answers: int = 0
@@ -150,13 +150,13 @@ class Chat:
     """The model's side: a KvState that remembers, over the answers, the ids it was given."""
 
     def __init__(self, settings, loaded, tokenizer):
-        self.run, self.model, self.tokenizer = Run("chat", loaded), loaded.model, tokenizer
-        self.kv, self.ids = KvState(loaded.config, loaded.context), []  # it holds the first kv.length of these ids
+        self.run, self.model, self.tokenizer = RunReport("chat", loaded), loaded.model, tokenizer
+        self.kv, self.ids = KvCache(loaded.config, loaded.context), []  # it holds the first kv.length of these ids
         self.draft = Drafter(self.model, self.kv, self.run.governor)
         temperature = DEFAULT_TEMPERATURE if settings.temp is None else settings.temp
         self.sampler = Sampler(temperature, settings.nucleus, settings.seed)
         self.stop_ids = {*loaded.config.stop_ids, *tokenizer.stop_ids}
-        self.ngen, self.totals = settings.ngen, Totals()
+        self.ngen, self.totals = settings.ngen, ChatTotals()
 
     def remember(self, ids):
         """Keep in the KV state what these ids begin with as well, and forget the rest."""
@@ -169,7 +169,7 @@ class Chat:
 
         Stopped, before anything is shown, when the key was pressed while the ids were read in.
         """
-        kv, counters, stream = self.kv, DecodeCounters(), TextStream(self.tokenizer)
+        kv, counters, stream = self.kv, DecodeCounters(), Detokenizer(self.tokenizer)
         self.remember(ids[:-1])
         self.ids, new, began = list(ids), len(ids) - kv.length, None
         # The last token needs no position of its own: it is never forwarded.
@@ -281,7 +281,7 @@ def answer(chat, history, ids):
     try:
         with StopKey() as stop_key:
             text, cut = chat.reply(ids, stop_key)
-    except Stopped:
+    except PrefillStopped:
         history.take_back()
         say("[chat] stopped before the answer began; the question is taken back")
         return "stopped"
@@ -313,7 +313,7 @@ def run(settings, prompt):
     say_warnings()
     try:
         tokenizer = TextTokenizer(opened.folder, opened.config)
-        history = History(settings, opened.config, tokenizer, opened.context)
+        history = ChatHistory(settings, opened.config, tokenizer, opened.context)
         ids = None if prompt is None else history.ask(prompt)  # refused before the weights are read, if it is
         if history.prefixed and not tokenizer.has_prefix:
             say(f"[prefix] {tokenizer.path.name} lacks {' '.join(opened.config.text_prefix)}: texts go without it")

@@ -1,14 +1,14 @@
 """No mode: generate greedily from the prompt of REF, stop tokens ignored, and compare with its continuation."""
 
 from errors import Refused
-from forward.kv_cache import KvState
+from forward.kv_cache import KvCache
 from generate.decode import spec_decode
 from generate.draft import Drafter
 from generate.sampler import Sampler
 from load.model import load_model
 from machine.console import PrefillProgress, say
 from modes.reference import read_reference, reference_path
-from modes.report import Run, profile_line, write_report
+from modes.report import RunReport, profile_line, write_report
 
 
 def run_oracle(settings, opened):
@@ -18,9 +18,9 @@ def run_oracle(settings, opened):
     if full[: len(prompt)] != prompt or len(full) == len(prompt):
         raise Refused(f"{reference_path(settings)}: full_ids must be prompt_ids and at least one token more")
     loaded = load_model(settings, opened)
-    model, run, generated = loaded.model, Run("oracle", loaded), []
+    model, run, generated = loaded.model, RunReport("oracle", loaded), []
     counters, run.num_prompt_ids = run.counters, len(prompt)
-    kv = KvState(model.config, loaded.context)
+    kv = KvCache(model.config, loaded.context)
     max_tokens = len(full) - len(prompt)
     draft, progress = Drafter(model, kv, run.governor), PrefillProgress(len(prompt))
     for token in spec_decode(model, kv, prompt, Sampler(), max_tokens, (), draft, progress, counters):

@@ -7,12 +7,12 @@ the logits a decoder would need. Prefill and decode are timed and counted apart.
 import torch
 
 from errors import Refused
-from forward.kv_cache import KvState
+from forward.kv_cache import KvCache
 from forward.step import step
 from load.model import load_model
 from machine.console import PrefillProgress, say
 from modes.reference import read_reference, reference_path
-from modes.report import Run, divide, profile_line, write_report
+from modes.report import RunReport, divide, profile_line, write_report
 
 
 def run_replay(settings, opened):
@@ -22,9 +22,9 @@ def run_replay(settings, opened):
     if len(prompt) < 2 or len(full) <= len(prompt):
         raise Refused(f"{reference_path(settings)}: REPLAY needs two prompt_ids and one token more in full_ids")
     loaded = load_model(settings, opened)
-    model, run = loaded.model, Run("replay", loaded)
+    model, run = loaded.model, RunReport("replay", loaded)
     run.num_prompt_ids = first = len(prompt) - 1
-    kv = KvState(model.config, len(full))
+    kv = KvCache(model.config, len(full))
     step(model, [(full[:first], kv)], PrefillProgress(first))
     run.prefill_done()
     equal = 0

@@ -9,7 +9,7 @@ from pathlib import Path
 from errors import Refused
 from experts.cache import CacheCounters
 from generate.decode import DecodeCounters
-from generate.draft_length import Governor
+from generate.draft_length import DraftLength
 from machine.console import Terminal, say, show_progress
 from machine.memory import peak_rss_bytes, rss_bytes
 
@@ -18,7 +18,7 @@ QUIET_SECONDS = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class CounterMark:
     """The clocks and counters at one moment, or between two: then of what happened from one to the other."""
 
     seconds: float
@@ -31,10 +31,10 @@ class Mark:
             *(getattr(self.cache, f.name) - getattr(before.cache, f.name) for f in fields(self.cache))
         )
         profile = {stage: seconds - before.profile[stage] for stage, seconds in self.profile.items()}
-        return Mark(self.seconds - before.seconds, cache, self.busy_seconds - before.busy_seconds, profile)
+        return CounterMark(self.seconds - before.seconds, cache, self.busy_seconds - before.busy_seconds, profile)
 
 
-class Run:
+class RunReport:
     """Made when the model is loaded. `counters` are those of spec_decode, which fills them."""
 
     def __init__(self, mode, loaded):
@@ -42,7 +42,7 @@ class Run:
         for line in (loaded.kernels, loaded.drive, loaded.history):
             if line:
                 say(line)
-        self.counters, self.governor = DecodeCounters(), Governor(loaded.draft)
+        self.counters, self.governor = DecodeCounters(), DraftLength(loaded.draft)
         self.num_prompt_ids = 0
         self.started = self.mark()
         self.prefilled = None  # when decoding began
@@ -52,7 +52,7 @@ class Run:
     def mark(self):
         """The clocks and counters of this moment."""
         experts = self.model.experts
-        return Mark(
+        return CounterMark(
             time.perf_counter(), replace(experts.counters), experts.busy_seconds, dict(self.model.profile.seconds)
         )
 

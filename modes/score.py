@@ -14,11 +14,11 @@ import time
 from pathlib import Path
 
 from errors import Refused
-from generate.score import Request, ScoreCounters, score_requests
+from generate.score import ScoreCounters, ScoreRequest, score_requests
 from load.model import load_model
 from machine.console import say
 from machine.memory import rss_bytes
-from modes.report import Run, profile_line, write_report
+from modes.report import RunReport, profile_line, write_report
 from text.tokenizer import TextTokenizer
 
 PROGRESS_SECONDS, LAYER_SECONDS = 2.0, 10.0
@@ -28,7 +28,7 @@ def run_score(settings, opened):
     """-> 0 when every request has its line."""
     requests = read_requests(settings, opened)
     loaded = load_model(settings, opened)
-    run, counters, results, printed = Run("score", loaded), ScoreCounters(), {}, 0
+    run, counters, results, printed = RunReport("score", loaded), ScoreCounters(), {}, 0
     said = run.started.seconds
 
     def layer_progress(layer, num_layers, rows):
@@ -84,7 +84,7 @@ def read_requests(settings, opened):
         lines.pop()  # the line end of the last line begins no other
     if not lines:
         raise Refused(f"SCORE={path}: holds no requests")
-    reader = RequestReader(settings, opened)
+    reader = ScoreFileReader(settings, opened)
     requests = []
     for number, line in enumerate(lines, 1):
         try:
@@ -99,7 +99,7 @@ def is_whole(word):
     return word.isascii() and word.removeprefix("-").isdigit() and len(word) < 20
 
 
-class RequestReader:
+class ScoreFileReader:
     """Lines -> Requests. The tokenizer is needed for texts, and for the prefix of a family that has one."""
 
     def __init__(self, settings, opened):
@@ -126,7 +126,7 @@ class RequestReader:
             raise ValueError("the context is empty; the first token of a text has no log-likelihood")
         if len(context) + len(continuation) > self.context + 1:
             raise ValueError(f"has {len(context) + len(continuation)} tokens, CTX is {self.context}; raise CTX")
-        return Request(tuple(context), tuple(continuation))
+        return ScoreRequest(tuple(context), tuple(continuation))
 
     def read_ids(self, line):
         """<ctxlen> <contlen> id id ..."""

@@ -3,7 +3,7 @@
 import sys
 
 from errors import Refused
-from generate.kv_file import KvFiles
+from generate.kv_file import KvFileStore
 from generate.scheduler import Scheduler
 from load.model import load_model, open_snapshot
 from machine.console import say
@@ -56,8 +56,8 @@ def run_http(settings, loaded, scheduler, tokenizer, sock, url):
     from server.app import make_app
     from server.metrics import Metrics
     from server.service import Service
-    from server.transport.access import Guard
-    from server.transport.listen import Server
+    from server.transport.access import AccessControl
+    from server.transport.listen import HttpServer
 
     if loaded.config.text_prefix and settings.prefix and not tokenizer.has_prefix:
         say(f"[prefix] {tokenizer.path.name} lacks {' '.join(loaded.config.text_prefix)}: texts go without it")
@@ -68,7 +68,7 @@ def run_http(settings, loaded, scheduler, tokenizer, sock, url):
     metrics = Metrics(loaded.model)
     metrics.scheduler = scheduler
     service = Service(settings, loaded, scheduler, tokenizer, metrics, say)
-    app = make_app(service, Guard(settings.api_key, settings.allowed_hosts))
+    app = make_app(service, AccessControl(settings.api_key, settings.allowed_hosts))
 
     def announce():
         say(
@@ -80,7 +80,7 @@ def run_http(settings, loaded, scheduler, tokenizer, sock, url):
         scheduler.close()
 
     with service:
-        Server(app, close, announce).run(sockets=[sock])
+        HttpServer(app, close, announce).run(sockets=[sock])
 
 
 def run_stdio(settings, opened):
@@ -101,7 +101,7 @@ def start(settings, opened):
     for line in (loaded.kernels, loaded.drive, loaded.history):
         if line:
             say(line)
-    saved = KvFiles(loaded, settings.cache, say) if settings.kvsave else None
+    saved = KvFileStore(loaded, settings.cache, say) if settings.kvsave else None
     return loaded, Scheduler(loaded, opened.plan.kv_slots, settings.queue, saved)
 
 

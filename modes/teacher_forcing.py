@@ -1,12 +1,12 @@
 """TF: run over the full_ids of REF, compare the argmax after every token with its tf_pred."""
 
 from errors import Refused
-from forward.kv_cache import KvState
+from forward.kv_cache import KvCache
 from forward.step import step_logprobs
 from load.model import load_model
 from machine.console import PrefillProgress, say
 from modes.reference import read_reference, reference_path
-from modes.report import Run, profile_line, write_report
+from modes.report import RunReport, profile_line, write_report
 
 MAX_LISTED = 20
 
@@ -18,9 +18,9 @@ def forward_all(settings, opened):
     if len(ids) != len(expected):
         raise Refused(f"{reference_path(settings)}: tf_pred has {len(expected)} entries for {len(ids)} of full_ids")
     loaded = load_model(settings, opened)
-    model, run = loaded.model, Run("tf", loaded)
+    model, run = loaded.model, RunReport("tf", loaded)
     run.num_prompt_ids = len(ids)
-    kv = KvState(model.config, len(ids))
+    kv = KvCache(model.config, len(ids))
     predicted = step_logprobs(model, [(ids, kv)], expected, PrefillProgress(len(ids)))[1].tolist()
     run.end()
     seconds = run.phases()[0].seconds

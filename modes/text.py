@@ -4,14 +4,14 @@ import sys
 
 from errors import Refused
 from forward.finite import NonFinite
-from forward.kv_cache import KvState
+from forward.kv_cache import KvCache
 from generate.decode import spec_decode
 from generate.draft import Drafter
 from generate.sampler import Sampler
 from load.model import load_model
 from machine.console import PrefillProgress, say
-from modes.report import Run, profile_line, write_report
-from text.detokenizer import TextStream
+from modes.report import RunReport, profile_line, write_report
+from text.detokenizer import Detokenizer
 from text.tokenizer import TextTokenizer
 
 DEFAULT_TEMPERATURE = 0.7
@@ -36,9 +36,9 @@ def run_text(settings, opened):
 
     loaded = load_model(settings, opened)
     model = loaded.model
-    run, stream, interrupted = Run("prompt", loaded), TextStream(tokenizer), None
+    run, stream, interrupted = RunReport("prompt", loaded), Detokenizer(tokenizer), None
     counters, run.num_prompt_ids = run.counters, len(prompt_ids)
-    kv = KvState(config, context)
+    kv = KvCache(config, context)
     try:
         for token in spec_decode(
             model,

@@ -27,7 +27,7 @@ UNKNOWN = "0" * 64
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ContainerTensor:
     """One tensor of a file that is to be written."""
 
     name: str
@@ -38,7 +38,7 @@ class Part:
 
 def part_of(name, dtype, shape):
     """A Part of a dtype that the engine knows."""
-    return Part(name, dtype, shape, math.prod(shape) * ITEM_BYTES[dtype])
+    return ContainerTensor(name, dtype, shape, math.prod(shape) * ITEM_BYTES[dtype])
 
 
 def weight_parts(name, fmt, rows, columns, scale_dtype="F16"):

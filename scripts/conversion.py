@@ -8,10 +8,10 @@ import torch
 
 from errors import Refused, printable
 from experts.disk import MATRICES, ExpertDisk
-from kernels.packing import DTYPES, FORMATS, MXFP4, SEARCH, Format, quantise, row_blocks
-from scripts.container import PADDING, Part, part_of, shard_bytes, shard_header, weight_parts
+from kernels.packing import DTYPES, FORMATS, MXFP4, SEARCH, WeightFormat, quantise, row_blocks
+from scripts.container import PADDING, ContainerTensor, part_of, shard_bytes, shard_header, weight_parts
 from snapshot.config import read_config
-from snapshot.dense import ResidentTensors, read_bytes, read_weight
+from snapshot.dense import DenseTensors, read_bytes, read_weight
 from snapshot.formats import FP8_SCALES, SCALES, StoredWeight, find_weight
 from snapshot.index import TensorEntry, read_index
 from snapshot.reader import Reader
@@ -22,7 +22,7 @@ SAMPLE_BYTES, SAMPLES = 4096, 16  # of each file, that tell one source from anot
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class ConversionOptions:
     """Bits of each kind of matrix (16: as stored; MTP 0: left out), columns of a group (0: a row), dtype of scales."""
 
     experts: int = 4
@@ -43,13 +43,13 @@ class Options:
 
 
 @dataclass(frozen=True, slots=True)
-class Matrix:
+class ConvertedMatrix:
     """One matrix on its way: what it is to be called, where it is, and its new format (None: as it is)."""
 
     name: str
     role: str
     stored: StoredWeight
-    target: Format | None
+    target: WeightFormat | None
     scale_dtype: str
 
     @property
@@ -90,20 +90,20 @@ class Matrix:
 
 
 @dataclass(frozen=True, slots=True)
-class Copy:
+class CopiedTensor:
     """A tensor that is copied byte by byte: a norm, a bias, a router, or one that the engine does not know."""
 
     entry: TensorEntry
 
     @property
     def parts(self):
-        return [Part(self.entry.name, self.entry.dtype, self.entry.shape, self.entry.num_bytes)]
+        return [ContainerTensor(self.entry.name, self.entry.dtype, self.entry.shape, self.entry.num_bytes)]
 
     def tensors(self, reader):
         return [read_bytes(reader, self.entry)]
 
 
-class Group:
+class TensorGroup:
     """Matrices or copies that lie side by side from a page of their own: all scales, then all data, which keeps scales
     aligned whatever the sizes are."""
 
@@ -126,7 +126,7 @@ class Conversion:
         self.folder, self.options, self.reader = folder, options, Reader()
         self.config, self.family = read_config(folder)
         self.index = index = read_index(folder)
-        self.resident = ResidentTensors(self.config, self.family, index)
+        self.resident = DenseTensors(self.config, self.family, index)
         self.mtp_layer = self.config.num_layers
         mtp_prefix = self.family.layer_prefix(self.mtp_layer)
         has_mtp = bool(options.mtp) and index.has_layer(mtp_prefix)
@@ -142,7 +142,7 @@ class Conversion:
                 raise
             joint = " Or" if str(error).endswith("?") else "; or"
             raise Refused(f"{error}{joint} leave the MTP layer out with --mtp 0") from None
-        top += [Group(Copy(index.take(name))) for name in self.unknown_names(shards, mtp_prefix)]
+        top += [TensorGroup(CopiedTensor(index.take(name))) for name in self.unknown_names(shards, mtp_prefix)]
         self.shards = {f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors": groups for i, groups in enumerate(shards)}
         # A name with bytes that are no text would make a header that no other program reads.
         self.source = f"{printable(folder.resolve().name)} {fingerprint(index, self.reader)}"
@@ -163,25 +163,27 @@ class Conversion:
         copies = []
         for name, shape in table.values():
             if role is None or len(shape) == 1:
-                copies.append(Copy(self.index.find(name, shape)))
+                copies.append(CopiedTensor(self.index.find(name, shape)))
             else:
-                yield Group(self.matrix(name, role, find_weight(self.index, name, shape)))
+                yield TensorGroup(self.matrix(name, role, find_weight(self.index, name, shape)))
         if copies:
-            yield Group(*copies)
+            yield TensorGroup(*copies)
 
     def expert(self, layer, expert, role):
         names = self.family.expert_tensors(self.config, layer, expert)
         stored = zip(MATRICES, self.disk.matrices(layer, expert), strict=True)
-        return Group(*(self.matrix(names[word][0], role, matrix) for word, matrix in stored))
+        return TensorGroup(*(self.matrix(names[word][0], role, matrix) for word, matrix in stored))
 
     def matrix(self, name, role, stored):
-        return Matrix(name, role, stored, self.options.target(role, stored.format), self.options.scales)
+        return ConvertedMatrix(name, role, stored, self.options.target(role, stored.format), self.options.scales)
 
     def unknown_names(self, shards, mtp_prefix):
         """Tensors nobody asked for, but for the padding of a container and an MTP layer that is left out."""
         known = set()
         for item in (item for groups in shards for group in groups for item in group.items):
-            known |= {entry.name for entry in (item.stored.entries if isinstance(item, Matrix) else (item.entry,))}
+            known |= {
+                entry.name for entry in (item.stored.entries if isinstance(item, ConvertedMatrix) else (item.entry,))
+            }
         left_out = (PADDING,) if self.options.mtp else (PADDING, mtp_prefix)
         return [name for name in self.index.entries if name not in known and not name.startswith(left_out)]
 
@@ -189,7 +191,7 @@ class Conversion:
         """The stamp of a file: names of packed matrices -> formats; experts of one format by their common beginning."""
         stamp = {}
         for item in (item for group in self.shards[file] for item in group.items):
-            if isinstance(item, Matrix) and item.format.has_scales:
+            if isinstance(item, ConvertedMatrix) and item.format.has_scales:
                 head, marker, _ = item.name.partition(".experts.")
                 if stamp.setdefault(head + marker, item.format.name) != item.format.name:
                     stamp[item.name] = item.format.name

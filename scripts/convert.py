@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from errors import Refused, printable
 from kernels.packing import GROUPS, requantise, row_blocks
 from scripts.container import CHECKSUM, PARTIAL, UNKNOWN, with_checksum_of, write_shard
-from scripts.conversion import Conversion, Matrix, Options
+from scripts.conversion import Conversion, ConversionOptions, ConvertedMatrix
 from snapshot.dense import read_bytes, read_weight
 from snapshot.formats import find_weight
 from snapshot.index import INDEX_FILE, read_header, read_index
@@ -51,7 +51,7 @@ READ_BYTES = 8 << 20
 MAX_ERRORS = 10  # differences that are told one by one
 
 
-class Progress:
+class ConversionProgress:
     """A bar on a terminal, a line for each file otherwise, on stderr."""
 
     def __init__(self, word, total_bytes):
@@ -104,7 +104,7 @@ def convert(conversion, out, num_threads):
         print(f"[convert] {len(sizes) - len(missing)} of {len(sizes)} files are there already", file=sys.stderr)
     for name, data in companions.items():
         replace_file(out / name, data)
-    progress = Progress("convert", total)
+    progress = ConversionProgress("convert", total)
     for file in missing:
         groups = conversion.shards[file]
 
@@ -195,7 +195,7 @@ def verify(conversion, out, num_threads):
     """
     index, reader = read_index(out), Reader()
     problems, errors = [], {}
-    progress = Progress("verify", sum((out / file).stat().st_size for file in conversion.shards))
+    progress = ConversionProgress("verify", sum((out / file).stat().st_size for file in conversion.shards))
     try:
         for file, groups in conversion.shards.items():
             if checksum(out / file) != read_header(out / file)[1].get(CHECKSUM):
@@ -215,7 +215,7 @@ def verify(conversion, out, num_threads):
 
 def compare(item, conversion, index, reader):
     """One matrix or copy, read from both -> (problem or None, role, sum of squared errors, sum of squares)."""
-    if not isinstance(item, Matrix) or item.target is None:
+    if not isinstance(item, ConvertedMatrix) or item.target is None:
         for part, before in zip(item.parts, item.tensors(conversion.reader), strict=True):
             after = read_bytes(reader, index.take(part.name))
             if not torch.equal(after, before):
@@ -266,10 +266,10 @@ def main(arguments):
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="matrices quantised at once (all cores)")
     parser.add_argument("--verify", action="store_true", help="read DST back and compare it with SRC")
     args = parser.parse_args(arguments)
-    fields = {name: getattr(args, name) for name in Options.__dataclass_fields__}
+    fields = {name: getattr(args, name) for name in ConversionOptions.__dataclass_fields__}
     torch.set_num_threads(1)  # the threads are over matrices
     try:
-        return run(args, Options(**fields))
+        return run(args, ConversionOptions(**fields))
     except Refused as error:
         print(f"convert: {error}", file=sys.stderr)
     except OSError as error:

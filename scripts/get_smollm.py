@@ -34,7 +34,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from errors import Refused, printable
-from scripts.conversion import Conversion, Options
+from scripts.conversion import Conversion, ConversionOptions
 from scripts.convert import convert
 from scripts.smollm.experts import make_config, model_tensors, special_ids
 from scripts.smollm.tokenizer import save_tokenizer
@@ -123,7 +123,7 @@ def write_container(source, folder, bits):
     """Write the snapshot with fewer bits; the embedding, which is the head too, keeps 8."""
     folder.mkdir()
     torch.set_num_threads(1)  # the threads are over matrices
-    conversion = Conversion(source, Options(experts=bits, dense=bits))
+    conversion = Conversion(source, ConversionOptions(experts=bits, dense=bits))
     try:
         convert(conversion, folder, os.cpu_count())
     finally:

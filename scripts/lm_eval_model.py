@@ -22,7 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from dev.evaluation import Evaluation, Options
+from dev.evaluation import Evaluation, EvaluationOptions
 from errors import Refused
 from forward.finite import NonFinite
 from load.model import check_folder, load_model
@@ -52,7 +52,10 @@ def make_lm(evaluation, name):
 
         def generate_until(self, requests):
             return evaluation.generate(
-                [(context, Options.read(kwargs)) for context, kwargs in (request.args for request in requests)]
+                [
+                    (context, EvaluationOptions.read(kwargs))
+                    for context, kwargs in (request.args for request in requests)
+                ]
             )
 
         def apply_chat_template(self, chat_history, add_generation_prompt=True):

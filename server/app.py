@@ -10,15 +10,15 @@ from starlette.routing import Route
 
 from server.generation import Generation
 from server.metrics import CONTENT_TYPE
-from server.openai.answer import Answer, PlainReader
+from server.openai.answer import ChoiceStream, PlainParser
 from server.openai.api_error import ApiError
 from server.openai.chat import read_chat, read_turn
 from server.openai.completions import read_completion
-from server.openai.fields import Fields, check_text, parse_object
-from server.openai.shapes import ChatShape, LegacyShape
-from server.transport.access import GONE, Door
+from server.openai.fields import RequestFields, check_text, parse_object
+from server.openai.shapes import ChatResponseBuilder, CompletionResponseBuilder
+from server.transport.access import GONE, AccessMiddleware
 from server.transport.body import read_body
-from server.transport.event_stream import EventStream, Gone, whole_answer
+from server.transport.event_stream import ClientDisconnected, EventStream, whole_answer
 
 
 def make_app(service, guard):
@@ -39,11 +39,11 @@ def make_app(service, guard):
             ApiError: refuse,
             HTTPException: refuse_http,
             ClientDisconnect: nobody,
-            Gone: nobody,
+            ClientDisconnected: nobody,
             Exception: fail,
         },
     )
-    return Door(app, service, guard)
+    return AccessMiddleware(app, service, guard)
 
 
 async def refuse(request, error):
@@ -74,7 +74,7 @@ class Routes:
         data = await read_body(request)
 
         def work():
-            fields = Fields(parse_object(data))
+            fields = RequestFields(parse_object(data))
             if needs_model:
                 self.service.check_model(fields)
             try:
@@ -96,12 +96,12 @@ class Routes:
         sampling = asked.sampling
 
         def make_answer(number):
-            return Answer(self.service.tokenizer, sampling.stops, asked.make_reader())
+            return ChoiceStream(self.service.tokenizer, sampling.stops, asked.make_reader())
 
         def start():
             return Generation(self.service, [asked.prompt_ids], sampling, make_answer)
 
-        return await self.answer(request, ChatShape(self.service, asked.with_logprobs), sampling, start)
+        return await self.answer(request, ChatResponseBuilder(self.service, asked.with_logprobs), sampling, start)
 
     async def completions(self, request):
         asked = await self.read(request, read_completion)
@@ -109,20 +109,22 @@ class Routes:
         with_logprobs = sampling.top_logprobs is not None
 
         def make_answer(number):
-            return Answer(self.service.tokenizer, sampling.stops, PlainReader())
+            return ChoiceStream(self.service.tokenizer, sampling.stops, PlainParser())
 
         def start():
             ids = [prompt.ids for prompt in asked.prompts]
             return Generation(self.service, ids, sampling, make_answer, asked.echo and with_logprobs)
 
-        shape = LegacyShape(self.service, with_logprobs, asked.prompts if asked.echo else None, sampling.n)
+        shape = CompletionResponseBuilder(
+            self.service, with_logprobs, asked.prompts if asked.echo else None, sampling.n
+        )
         return await self.answer(request, shape, sampling, start)
 
     async def models(self, request):
         return JSONResponse({"object": "list", "data": [self.service.model()]})
 
     async def model(self, request):
-        self.service.check_model(Fields({"model": request.path_params["name"]}))
+        self.service.check_model(RequestFields({"model": request.path_params["name"]}))
         return JSONResponse(self.service.model())
 
     async def health(self, request):

@@ -5,7 +5,7 @@ import time
 from collections import deque
 from contextlib import suppress
 
-from generate.request import Finished, Prefilled, QueueFull, Started, Token
+from generate.request import Finished, NewToken, Prefilled, QueueFull, Started
 from server.openai.api_error import ApiError
 
 RETRY_SECONDS = 0.2  # between two looks whether the queue takes another prompt
@@ -124,7 +124,7 @@ class Generation:
         answer = self.answers[number]
         if answer.is_over:
             return
-        if isinstance(event, Token):
+        if isinstance(event, NewToken):
             if answer.first_time is None:
                 self.service.metrics.first_token.observe(now - self.began)
             delta = answer.push(event, now)

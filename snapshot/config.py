@@ -98,7 +98,7 @@ class ModelConfig:
         return self.windows[layer] if layer < len(self.windows) else 0
 
 
-class Fields:
+class ConfigFields:
     """config.json with typed, range-checked reads; every complaint names the file and the key."""
 
     MISSING = object()
@@ -108,7 +108,7 @@ class Fields:
 
     def inside(self, key, raw):
         """Fields of an object that stands under `key`."""
-        return Fields(raw, self.path, f"{self.prefix}{key}.")
+        return ConfigFields(raw, self.path, f"{self.prefix}{key}.")
 
     def refuse(self, key, problem):
         raise Refused(f"{self.path}: {self.prefix}{key} {problem}")
@@ -119,7 +119,7 @@ class Fields:
         for name in keys:
             if self.raw.get(name) is not None:
                 return self.raw[name]
-        if default is Fields.MISSING:
+        if default is ConfigFields.MISSING:
             self.refuse(keys[0], "is missing")
         return default
 
@@ -201,7 +201,7 @@ def parse_json(data, subject):
 def read_config(folder):
     """config.json of a snapshot folder -> (ModelConfig, its Family). Refuses an unknown model_type."""
     path = folder / "config.json"
-    fields = Fields(read_json(path), path)
+    fields = ConfigFields(read_json(path), path)
     known = sorted(module.name for module in pkgutil.iter_modules(families.__path__))
     model_type = fields.get("model_type")
     if model_type not in known:
@@ -211,7 +211,7 @@ def read_config(folder):
     config = family.read_config(fields)
     generation = folder / "generation_config.json"
     if os.path.lexists(generation):  # a link to nothing is a broken download, not an absent file
-        stop_ids = Fields(read_json(generation), generation).ids("eos_token_id", config.vocab_size)
+        stop_ids = ConfigFields(read_json(generation), generation).ids("eos_token_id", config.vocab_size)
         config = add_stop_ids(config, stop_ids)
     return config, family
 

@@ -24,7 +24,7 @@ from snapshot.formats import StoredWeight, find_weight
 from snapshot.weights import ModelWeights, MtpWeights, bind_layer
 
 
-class ResidentTensors:
+class DenseTensors:
     """What stays resident, as stored: checked and counted here, read by `load`. with_mtp: the MTP layer too, if it is
     whole; mtp_problem says why it is not there."""
 

@@ -16,7 +16,7 @@ import math
 from dataclasses import dataclass, replace
 
 from errors import Refused, shorten, show
-from kernels.packing import BLOCK, FLOATS, FORMATS, FP8, GROUPS, MXFP4, Format, Within
+from kernels.packing import BLOCK, FLOATS, FORMATS, FP8, GROUPS, MXFP4, RowSelection, WeightFormat
 from snapshot.index import TensorEntry
 
 SCALES = ".qs"
@@ -34,12 +34,12 @@ class StoredWeight:
     """A matrix in the files: its format, and where its data and scales lie, or those of the larger one it is in."""
 
     name: str
-    format: Format
+    format: WeightFormat
     rows: int
     columns: int
     data: TensorEntry
     scales: TensorEntry | None = None
-    within: Within | None = None
+    within: RowSelection | None = None
 
     @property
     def entries(self):

@@ -7,7 +7,7 @@ gate_up_proj_blocks [E, 2 W, D / 32, 16], _scales [E, 2 W, D / 32], the same of 
 """
 
 from errors import Refused
-from kernels.packing import FLOATS, MXFP4, Within
+from kernels.packing import FLOATS, MXFP4, RowSelection
 from snapshot.formats import StoredWeight, slice_of
 
 
@@ -40,8 +40,10 @@ def float_parts(config, family, entries, expert):
     formats = FLOATS[gate_up.dtype], FLOATS[down.dtype]
     both, below = part_of(gate_up, expert), part_of(down, expert)
     if family.alternates:
-        gate, up = (StoredWeight(gate_up.name, formats[0], W, D, both, None, Within(i, 2, 2 * W, True)) for i in (0, 1))
-        return [gate, up, StoredWeight(down.name, formats[1], D, W, below, None, Within(0, 1, D, True))]
+        gate, up = (
+            StoredWeight(gate_up.name, formats[0], W, D, both, None, RowSelection(i, 2, 2 * W, True)) for i in (0, 1)
+        )
+        return [gate, up, StoredWeight(down.name, formats[1], D, W, below, None, RowSelection(0, 1, D, True))]
     half = both.num_bytes // 2
     gate, up = (StoredWeight(gate_up.name, formats[0], W, D, slice_of(both, start, half)) for start in (0, half))
     return [gate, up, StoredWeight(down.name, formats[1], D, W, below)]
@@ -50,5 +52,5 @@ def float_parts(config, family, entries, expert):
 def packed_parts(config, family, entries, expert):
     W, D = config.moe_intermediate_size, config.hidden_size
     both, both_scales, below, below_scales = (part_of(entry, expert) for entry in entries.values())
-    gate, up = (StoredWeight(both.name, MXFP4, W, D, both, both_scales, Within(i, 2, 2 * W)) for i in (0, 1))
+    gate, up = (StoredWeight(both.name, MXFP4, W, D, both, both_scales, RowSelection(i, 2, 2 * W)) for i in (0, 1))
     return [gate, up, StoredWeight(below.name, MXFP4, D, W, below, below_scales)]

@@ -46,7 +46,7 @@ def make_environment():
     from jinja2.ext import Extension
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    class Generation(Extension):
+    class GenerationExtension(Extension):
         """{% generation %} marks for training what the assistant said; to a prompt it is only a block."""
 
         tags = {"generation"}
@@ -59,7 +59,7 @@ def make_environment():
         raise TemplateError(message)
 
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationExtension, "jinja2.ext.loopcontrols"]
     )
     environment.filters["tojson"] = to_json
     environment.globals["raise_exception"] = fail

@@ -3,7 +3,7 @@
 from tokenizers.decoders import DecodeStream
 
 
-class TextStream:
+class Detokenizer:
     """Feed ids, get the text that is complete; what stays incomplete at the end becomes one U+FFFD."""
 
     def __init__(self, tokenizer):

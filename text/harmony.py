@@ -6,7 +6,7 @@
 
 import re
 
-from text.reply import StateReader
+from text.reply import StreamParser
 from text.stop_strings import overlap
 
 CHANNEL, MESSAGE = "<|channel|>", "<|message|>"
@@ -14,7 +14,7 @@ ENDS = ("<|end|>", "<|start|>", "<|call|>", "<|return|>")
 STARTS = (CHANNEL, "<|start|>", "to=")  # what a header may begin with
 
 
-class HarmonyReader(StateReader):
+class HarmonyParser(StreamParser):
     """As ReplyReader. Each message has a header that says what it is; a text without any is content."""
 
     def __init__(self, tools=None, one_call=False, begun=""):

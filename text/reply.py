@@ -5,12 +5,12 @@ same however it is cut up, put together.
 """
 
 from text.stop_strings import overlap
-from text.tool_calls import OPEN, CallReader
+from text.tool_calls import OPEN, ToolCallParser
 
 THINK, THINK_END = "<think>", "</think>"
 
 
-class StateReader:
+class StreamParser:
     """Takes a text as it comes. `state` is the method that reads on in `rest`: it adds pieces, and tells whether there
     is more to do with what is left, by itself or by another state."""
 
@@ -21,7 +21,7 @@ class StateReader:
         return join(pieces)
 
 
-class ReplyReader(StateReader):
+class ReplyParser(StreamParser):
     """thinking: "open" (the prompt ended with <think>), "maybe" (the text may begin with it), or "off". tools: Tools
     that may be called, or None: then their tags are text. one_call: nothing counts after the first call. begun: what
     the prompt already holds of the answer."""
@@ -63,7 +63,7 @@ class ReplyReader(StateReader):
         if tag:
             self.give(pieces, "content", said.rstrip())
             self.gap = said[len(said.rstrip()) :]
-            self.rest, self.state, self.call = rest, self.read_call, CallReader(self.tools)
+            self.rest, self.state, self.call = rest, self.read_call, ToolCallParser(self.tools)
             return True
         self.give_certain(pieces, "content", (OPEN,))
         return False

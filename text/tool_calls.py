@@ -20,7 +20,7 @@ HEADER = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:argumen
 DECODER = json.JSONDecoder()
 
 
-class Tools:
+class ToolSchemas:
     """The functions that a request offers: name -> JSON schema of its parameters."""
 
     def __init__(self, schemas):
@@ -47,7 +47,7 @@ class Tools:
         return dump(text)
 
 
-class CallReader:
+class ToolCallParser:
     """Waits for the first character, which tells the form."""
 
     def __init__(self, tools):
@@ -60,7 +60,7 @@ class CallReader:
         start = self.raw.lstrip()
         if not start:
             return []
-        self.form = (HermesCall if start.startswith("{") else GlmCall)(self.tools)
+        self.form = (HermesToolParser if start.startswith("{") else GlmToolParser)(self.tools)
         return self.form.push(self.raw)
 
     def finish(self, is_cut):
@@ -84,7 +84,7 @@ class CallReader:
         return self.form.rest
 
 
-class GlmCall:
+class GlmToolParser:
     """Texts are passed on as they come, other values when they are whole."""
 
     def __init__(self, tools):
@@ -177,7 +177,7 @@ class GlmCall:
         return [("arguments", "}" if self.num_arguments else "{}")]
 
 
-class HermesCall:
+class HermesToolParser:
     """The arguments are passed on as they come."""
 
     def __init__(self, tools):

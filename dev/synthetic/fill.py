@@ -6,7 +6,7 @@ import torch
 
 from dev.synthetic.pool import Pool
 from dev.synthetic.structure import CONSTANT
-from kernels.packing import DTYPES, FLOATS, FORMATS, FP8, Format, quantise, quantise_blocks
+from kernels.packing import DTYPES, FLOATS, FORMATS, FP8, WeightFormat, quantise, quantise_blocks
 from scripts.container import part_of, weight_parts
 
 MOST_VALUES = 1 << 25  # in a pool: tens of MB
@@ -16,8 +16,8 @@ MOST_VALUES = 1 << 25  # in a pool: tens of MB
 class Formats:
     """The format of each role."""
 
-    expert: Format
-    dense: Format
+    expert: WeightFormat
+    dense: WeightFormat
 
     @property
     def ends(self):

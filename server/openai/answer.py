@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from text.detokenizer import TextStream
+from text.detokenizer import Detokenizer
 from text.stop_strings import StopStrings
 
 LOWEST = -9999.0  # JSON has no infinity
@@ -21,7 +21,7 @@ class Delta:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TokenLogprob:
     """A token with its log p (None: not known), the likeliest [(id, log p), ...], and where its text begins."""
 
     id: int
@@ -30,7 +30,7 @@ class Entry:
     offset: int
 
 
-class PlainReader:
+class PlainParser:
     """Text that is text: of the legacy endpoint."""
 
     is_over, num_calls, is_thinking = False, 0, False
@@ -42,12 +42,12 @@ class PlainReader:
         return []
 
 
-class Answer:
+class ChoiceStream:
     """reader: turns text into pieces. Text waits while it may be the beginning of a stop string, or half a character;
     the entries of its tokens wait with it."""
 
     def __init__(self, tokenizer, stops, reader):
-        self.stream, self.stops, self.reader = TextStream(tokenizer), StopStrings(stops), reader
+        self.stream, self.stops, self.reader = Detokenizer(tokenizer), StopStrings(stops), reader
         self.length, self.entries = 0, []  # characters that are certain; entries that wait
         self.num_tokens = self.num_thoughts = 0
         self.finish_reason = self.first_time = self.last_time = None
@@ -62,7 +62,7 @@ class Answer:
         self.num_tokens += 1
         self.num_thoughts += self.reader.is_thinking
         if token.logprob is not None:
-            self.entries.append(Entry(token.id, token.logprob, token.top, len(self.stream.text)))
+            self.entries.append(TokenLogprob(token.id, token.logprob, token.top, len(self.stream.text)))
         text, is_stopped = self.stops.push(self.stream.push(token.id))
         return self.give(text, is_stopped)
 
@@ -99,7 +99,7 @@ class Answer:
         delta.finish_reason = self.finish_reason
 
 
-class Tokens:
+class LogprobFormatter:
     """Tokens and log-probabilities in the shapes of the API."""
 
     def __init__(self, tokenizer):
@@ -129,7 +129,7 @@ class Tokens:
 
     def offsets(self, ids):
         """Where the text of each token begins in that of all."""
-        stream, offsets = TextStream(self.tokenizer), []
+        stream, offsets = Detokenizer(self.tokenizer), []
         for token in ids:
             offsets.append(len(stream.text))
             stream.push(token)

@@ -7,10 +7,10 @@ from errors import Refused
 from server.openai.api_error import ApiError, bad
 from server.openai.fields import check_texts
 from server.openai.messages import read_messages, read_tool_choice, read_tools
-from server.openai.sampling import MAX_TOP_LOGPROBS, WITHOUT_EFFECT, Sampling, read_sampling
-from text.harmony import CHANNEL, MESSAGE, HarmonyReader
-from text.reply import THINK, THINK_END, ReplyReader
-from text.tool_calls import CLOSE, KEY, OPEN, Tools
+from server.openai.sampling import MAX_TOP_LOGPROBS, WITHOUT_EFFECT, SamplingParams, read_sampling
+from text.harmony import CHANNEL, MESSAGE, HarmonyParser
+from text.reply import THINK, THINK_END, ReplyParser
+from text.tool_calls import CLOSE, KEY, OPEN, ToolSchemas
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 
@@ -18,17 +18,17 @@ EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 @dataclass(frozen=True)
 class ChatRequest:
     prompt_ids: list[int]
-    sampling: Sampling
+    sampling: SamplingParams
     with_logprobs: bool
     thinking: str  # as of ReplyReader, or harmony
-    tools: Tools | None
+    tools: ToolSchemas | None
     one_call: bool
     begun: str  # of the answer, what the prompt holds already
 
     def make_reader(self):
         if self.thinking == "harmony":
-            return HarmonyReader(self.tools, self.one_call, self.begun)
-        return ReplyReader(self.thinking, self.tools, self.one_call, self.begun)
+            return HarmonyParser(self.tools, self.one_call, self.begun)
+        return ReplyParser(self.thinking, self.tools, self.one_call, self.begun)
 
 
 def read_chat(fields, service):
@@ -55,12 +55,12 @@ def read_chat(fields, service):
 
 
 @dataclass(frozen=True)
-class Turn:
+class RenderedChat:
     """The conversation, rendered up to the assistant's turn."""
 
     ids: list[int]
     thinking: str
-    tools: Tools | None
+    tools: ToolSchemas | None
     is_one_call: bool
     begun: str
 
@@ -91,7 +91,7 @@ def read_turn(fields, service):
     except Refused as error:
         raise bad("messages", without_path(error, service)) from None
     thinking = thinking_of(text, template, begun)
-    return Turn(ids, thinking, Tools(schemas) if schemas else None, isinstance(choice, list), begun)
+    return RenderedChat(ids, thinking, ToolSchemas(schemas) if schemas else None, isinstance(choice, list), begun)
 
 
 def read_variables(fields, service, template):

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from server.openai.fields import check_text
-from server.openai.sampling import WITHOUT_EFFECT, Sampling, read_sampling
+from server.openai.sampling import WITHOUT_EFFECT, SamplingParams, read_sampling
 
 DEFAULT_MAX_TOKENS = 16  # of the OpenAI API
 MAX_LOGPROBS = 20
@@ -11,7 +11,7 @@ MAX_PROMPTS = 1024
 
 
 @dataclass(frozen=True)
-class Prompt:
+class CompletionPrompt:
     """text: as it is echoed. num_prefix: ids in front that the family wants and nobody wrote."""
 
     ids: list[int]
@@ -21,8 +21,8 @@ class Prompt:
 
 @dataclass(frozen=True)
 class CompletionRequest:
-    prompts: list[Prompt]
-    sampling: Sampling
+    prompts: list[CompletionPrompt]
+    sampling: SamplingParams
     echo: bool
 
 
@@ -59,11 +59,11 @@ def read_prompt(value, where, fields, service):
         check_text(value, where)
         bare = service.tokenizer.encode(value)
         ids = service.with_prefix(bare)
-        prompt = Prompt(ids, value, len(ids) - len(bare))
+        prompt = CompletionPrompt(ids, value, len(ids) - len(bare))
     elif is_ids(value):
         if not all(0 <= i < service.vocab_size for i in value):
             raise fields.bad("prompt", f"{where} holds an id outside the vocabulary of {service.vocab_size}")
-        prompt = Prompt(value, service.tokenizer.decode(value), 0)
+        prompt = CompletionPrompt(value, service.tokenizer.decode(value), 0)
     else:
         raise fields.bad("prompt", f"{where} is neither a text nor a list of token ids")
     if not prompt.ids:

@@ -26,7 +26,7 @@ def parse_object(data):
     return value
 
 
-class Fields:
+class RequestFields:
     """The fields of one object; `where` is its place in the request, for messages."""
 
     def __init__(self, values, where=""):

@@ -3,7 +3,7 @@
 import json
 
 from server.openai.api_error import bad
-from server.openai.fields import Fields, check_texts
+from server.openai.fields import RequestFields, check_texts
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -13,7 +13,7 @@ def read_messages(fields, template):
     messages = fields.items("messages")
     if not messages:
         raise fields.bad("messages", "expected a list of at least one message")
-    return [read_message(Fields(m, f"messages[{at}]"), template) for at, m in enumerate(messages)]
+    return [read_message(RequestFields(m, f"messages[{at}]"), template) for at, m in enumerate(messages)]
 
 
 def read_message(fields, template):
@@ -30,7 +30,7 @@ def read_message(fields, template):
     if role == "assistant":
         message |= {"reasoning_content": fields.text("reasoning_content") or fields.text("reasoning")}
         message["tool_calls"] = [
-            read_call(Fields(call, f"{fields.where}.tool_calls[{at}]"))
+            read_call(RequestFields(call, f"{fields.where}.tool_calls[{at}]"))
             for at, call in enumerate(fields.items("tool_calls"))
         ] or None
         fields.neutral("annotations", [])
@@ -51,7 +51,7 @@ def read_content(fields):
         raise fields.bad("content", "expected a text or a list of parts")
     texts = []
     for at, part in enumerate(content):
-        part = Fields(part, f"{fields.name('content')}[{at}]")
+        part = RequestFields(part, f"{fields.name('content')}[{at}]")
         if part.take("type") != "text":
             raise part.bad("type", "only parts of the type text are supported")
         texts.append(part.text("text", ""))
@@ -63,7 +63,7 @@ def read_call(fields):
     """A tool call of an earlier answer."""
     if fields.one_of("type", "function", ("function",)) and not isinstance(fields.values.get("function"), dict):
         raise fields.bad("function", "expected an object")
-    function = Fields(fields.take("function"), fields.name("function"))
+    function = RequestFields(fields.take("function"), fields.name("function"))
     name, arguments = function.text("name"), function.take("arguments", "{}")
     if name is None:
         raise function.bad("name", "is missing")
@@ -87,10 +87,10 @@ def read_tools(fields):
     check_texts(tools, "tools")
     schemas = {}
     for at, tool in enumerate(tools):
-        tool = Fields(tool, f"tools[{at}]")
+        tool = RequestFields(tool, f"tools[{at}]")
         if tool.take("type") != "function":
             raise tool.bad("type", "only tools of the type function are supported")
-        function = Fields(tool.take("function", {}), tool.name("function"))
+        function = RequestFields(tool.take("function", {}), tool.name("function"))
         tool.end()
         name = function.text("name")
         if not name or not name.strip() == name or name in schemas:
@@ -114,7 +114,7 @@ def read_tool_choice(fields, schemas):
         raise fields.bad("tool_choice", "there are no tools")
     if choice == "required":
         return [next(iter(schemas))] if len(schemas) == 1 else choice
-    choice = Fields(choice if isinstance(choice, dict) else {}, "tool_choice")
+    choice = RequestFields(choice if isinstance(choice, dict) else {}, "tool_choice")
     function = choice.take("function")
     if choice.take("type") != "function" or not isinstance(function, dict):
         raise bad("tool_choice", 'expected none, auto, required, or {"type": "function", "function": {"name": ...}}')

@@ -11,7 +11,7 @@ WITHOUT_EFFECT = ("user", "metadata", "safety_identifier", "prompt_cache_retenti
 
 
 @dataclass(frozen=True)
-class Sampling:
+class SamplingParams:
     """max_tokens None: as many as there is room for."""
 
     max_tokens: int | None
@@ -34,7 +34,7 @@ def read_sampling(fields, service, max_tokens, top_logprobs):
         raise fields.bad("n", f"{n} answers at once, this server has room for {service.num_slots} (KV_SLOTS)")
     is_stream = fields.flag("stream", False)
     options = fields.take("stream_options")
-    sampling = Sampling(
+    sampling = SamplingParams(
         max_tokens=max_tokens,
         temperature=fields.number("temperature", service.temperature, 0, 2),
         nucleus=read_nucleus(fields, service),

@@ -3,17 +3,17 @@
 import secrets
 import time
 
-from server.openai.answer import Entry, Tokens
+from server.openai.answer import LogprobFormatter, TokenLogprob
 
 
-class Shape:
+class ResponseBuilder:
     """One request's answers. `generation` is set when it has begun."""
 
     kind = chunk_kind = prefix = ""
 
     def __init__(self, service, with_logprobs):
         self.service, self.with_logprobs = service, with_logprobs
-        self.tokens, self.generation = Tokens(service.tokenizer), None
+        self.tokens, self.generation = LogprobFormatter(service.tokenizer), None
         self.id, self.created = f"{self.prefix}-{secrets.token_hex(12)}", int(time.time())
 
     def head(self, kind):
@@ -30,7 +30,7 @@ class Shape:
         return self.head(self.kind) | {"choices": choices, "usage": self.generation.usage()}
 
 
-class ChatShape(Shape):
+class ChatResponseBuilder(ResponseBuilder):
     """begin() -> chunks; add(number, delta) -> chunks; choice(number) -> all of them as one."""
 
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
@@ -93,7 +93,7 @@ class ChatShape(Shape):
         }
 
 
-class LegacyShape(Shape):
+class CompletionResponseBuilder(ResponseBuilder):
     """The same for the legacy endpoint. echoed: the Prompts that go before their answers, or None."""
 
     kind = chunk_kind = "text_completion"
@@ -122,14 +122,14 @@ class LegacyShape(Shape):
         offsets = self.tokens.offsets([token for token, _, _ in logprobs])
         hidden = offsets[echoed.num_prefix] if echoed.num_prefix < len(offsets) else 0
         return [
-            Entry(token, logprob, top, max(0, offset - hidden))
+            TokenLogprob(token, logprob, top, max(0, offset - hidden))
             for (token, logprob, top), offset in zip(logprobs, offsets, strict=True)
         ]
 
     def add(self, number, delta):
         text = "".join(text for _, text in delta.pieces)
         shift = len(self.echoed[number // self.num_samples].text) if self.echoed else 0
-        entries = [Entry(entry.id, entry.logprob, entry.top, entry.offset + shift) for entry in delta.entries]
+        entries = [TokenLogprob(entry.id, entry.logprob, entry.top, entry.offset + shift) for entry in delta.entries]
         return self.give(number, text, entries, delta.finish_reason)
 
     def give(self, number, text, entries, finish_reason=None):

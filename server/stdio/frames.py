@@ -12,7 +12,7 @@ SKIPPING = "what follows is skipped up to a line that begins with \\x02"
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class PromptFrame:
     """A prompt as it is, for a slot."""
 
     text: str
@@ -23,27 +23,27 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class MessageFrame:
     """A user's turn of the conversation in slot 0."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class Command:
+class CommandFrame:
     """RESET or MORE, or a blank line: the empty name."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
-class Broken:
+class BrokenFrame:
     """What cannot be understood, and why, in one line."""
 
     reason: str
 
 
-class Frames:
+class FrameReader:
     """The requests that come in on a buffered stream of bytes, until it ends."""
 
     def __init__(self, stream, num_slots):
@@ -59,7 +59,9 @@ class Frames:
             if self.is_lost and not line.startswith(MARK):
                 continue
             self.is_lost = False
-            yield self.parse(line.rstrip(b"\r\n")) if is_whole else Broken(f"a line of more than {MAX_BYTES} bytes")
+            yield (
+                self.parse(line.rstrip(b"\r\n")) if is_whole else BrokenFrame(f"a line of more than {MAX_BYTES} bytes")
+            )
 
     def parse(self, line):
         """A line without its end -> its request; a PROMPT takes its payload from the stream."""
@@ -67,39 +69,41 @@ class Frames:
             text = line.decode("utf-8")
         except UnicodeDecodeError as error:
             self.is_lost = line.startswith(MARK)
-            return Broken(f"the line is not valid UTF-8 at byte {error.start}")
+            return BrokenFrame(f"the line is not valid UTF-8 at byte {error.start}")
         if not line.startswith(MARK):
             name = ALIASES.get(text) if text else ""
-            return Message(text) if name is None else Command(name)
+            return MessageFrame(text) if name is None else CommandFrame(name)
         name, *fields = text[1:].split() or [""]
         if name == "PROMPT":
             return self.read_prompt(fields)
         if name in ("RESET", "MORE") and not fields:
-            return Command(name)
-        return Broken("expected \\x02RESET, \\x02MORE or \\x02PROMPT <bytes> <max_tokens> <temperature> <top_p> [slot]")
+            return CommandFrame(name)
+        return BrokenFrame(
+            "expected \\x02RESET, \\x02MORE or \\x02PROMPT <bytes> <max_tokens> <temperature> <top_p> [slot]"
+        )
 
     def read_prompt(self, fields):
         """The fields of a header -> Prompt, or Broken when they, the payload or its end are wrong."""
         num_bytes = whole(fields[0]) if fields else None
         if num_bytes is None:
             self.is_lost = True
-            return Broken(f"PROMPT: the first field must be the bytes of the payload; {SKIPPING}")
+            return BrokenFrame(f"PROMPT: the first field must be the bytes of the payload; {SKIPPING}")
         payload, num_read = self.read_payload(num_bytes)
         if num_read < num_bytes:
-            return Broken(f"PROMPT: the payload ended after {num_read} of {num_bytes} bytes")
+            return BrokenFrame(f"PROMPT: the payload ended after {num_read} of {num_bytes} bytes")
         if (following := self.stream.peek(1)[:1]) == b"\n":
             self.stream.read(1)
         elif following:
             self.is_lost = True
-            return Broken(f"PROMPT: no line end after {num_bytes} bytes of payload, is that its size?; {SKIPPING}")
+            return BrokenFrame(f"PROMPT: no line end after {num_bytes} bytes of payload, is that its size?; {SKIPPING}")
         if num_bytes > MAX_BYTES:
-            return Broken(f"PROMPT: a payload of {num_bytes} bytes, at most {MAX_BYTES} are taken")
+            return BrokenFrame(f"PROMPT: a payload of {num_bytes} bytes, at most {MAX_BYTES} are taken")
         try:
             return self.check(fields, payload.decode("utf-8"))
         except UnicodeDecodeError as error:
-            return Broken(f"PROMPT: the payload is not valid UTF-8 at byte {error.start}")
+            return BrokenFrame(f"PROMPT: the payload is not valid UTF-8 at byte {error.start}")
         except ValueError as error:
-            return Broken(f"PROMPT: {error}")
+            return BrokenFrame(f"PROMPT: {error}")
 
     def read_payload(self, num_bytes):
         """-> (the bytes, how many came). One that is too large is read past."""
@@ -127,7 +131,7 @@ class Frames:
             raise ValueError(f"slot {fields[4]}: expected 0 to {self.num_slots - 1}, KV_SLOTS is {self.num_slots}")
         if not text:
             raise ValueError("an empty payload")
-        return Prompt(text, max_tokens, temperature, nucleus, slot)
+        return PromptFrame(text, max_tokens, temperature, nucleus, slot)
 
 
 def whole(word):

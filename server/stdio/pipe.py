@@ -11,10 +11,10 @@ import time
 from dataclasses import dataclass, field, replace
 
 from errors import Refused
-from generate.scheduler import Finished, QueueFull, Request, Token
+from generate.scheduler import Finished, NewToken, QueueFull, Request
 from machine.memory import rss_bytes
-from server.stdio.frames import Broken, Command, Frames, Message, Prompt
-from text.detokenizer import TextStream
+from server.stdio.frames import BrokenFrame, CommandFrame, FrameReader, MessageFrame, PromptFrame
+from text.detokenizer import Detokenizer
 from text.tokenizer import TextTokenizer
 
 READY, END, ERROR = (f"\x01\x01{word}\x01\x01" for word in ("READY", "END", "ERROR"))
@@ -25,19 +25,19 @@ WATCH_SECONDS = 0.2  # how often is looked whether anybody still reads
 def run(loaded, scheduler, stdin, stdout, settings):
     """Answer what comes in on `stdin` (buffered, bytes) on `stdout` -> 0 when it ends. BrokenPipeError when nobody
     reads stdout any more. Whatever ends it, nothing is left running in the scheduler."""
-    pipe = Pipe(loaded, scheduler, stdout, settings)
-    pipe.write(f"{READY}\n{Stat()}\n")
-    for request in Frames(stdin, scheduler.numbers()["slots"]):
+    pipe = PipeServer(loaded, scheduler, stdout, settings)
+    pipe.write(f"{READY}\n{StatLine()}\n")
+    for request in FrameReader(stdin, scheduler.numbers()["slots"]):
         pipe.answer(request)
     return 0
 
 
 @dataclass
-class Slot:
+class PipeSlot:
     """What a slot remembers: a text, and the messages it was made of where it is a chat."""
 
     number: int
-    stream: TextStream  # the answer as text; half a character may wait in it for MORE
+    stream: Detokenizer  # the answer as text; half a character may wait in it for MORE
     messages: list[dict] = field(default_factory=list)  # up to the one that is answered
     thinks: bool = False  # the prompt ends in the middle of thoughts
     request: Request | None = None  # the last one
@@ -55,7 +55,7 @@ class Slot:
 
 
 @dataclass(slots=True)
-class Stat:
+class StatLine:
     """The numbers of a STAT line. tokens_per_second and hit_rate are of decoding alone, without the prompt."""
 
     tokens: int = 0
@@ -68,7 +68,7 @@ class Stat:
         return " ".join(map(str, ("STAT", fields, *(self.answer or ()))))
 
 
-class Pipe:
+class PipeServer:
     """The answering side. `last`: the slot that RESET and MORE mean."""
 
     def __init__(self, loaded, scheduler, stdout, settings):
@@ -85,27 +85,27 @@ class Pipe:
         """Everything that is said to a request."""
         try:
             match request:
-                case Broken(reason):
+                case BrokenFrame(reason):
                     raise Refused(reason)
-                case Prompt():
+                case PromptFrame():
                     self.answer_prompt(request)
-                case Message(text):
+                case MessageFrame(text):
                     self.answer_message(text)
-                case Command("MORE") if self.last in self.slots:
+                case CommandFrame("MORE") if self.last in self.slots:
                     self.answer_more(self.slots[self.last])
-                case Command(name):
+                case CommandFrame(name):
                     if name == "RESET":
                         self.slots.pop(self.last, None)
-                    self.end(Stat())
+                    self.end(StatLine())
         except (Refused, QueueFull, ValueError) as error:
-            self.end(Stat(answer=(0, 0)), error=error)
+            self.end(StatLine(answer=(0, 0)), error=error)
 
     def answer_prompt(self, prompt):
         """A prompt as it is, special tokens written out in it included."""
         self.last = prompt.slot
         ids = self.prefix(self.tokenizer.encode(prompt.text))
         request = self.request(prompt.slot, ids, prompt.max_tokens, prompt.temperature, prompt.nucleus)
-        self.generate(Slot(prompt.slot, TextStream(self.tokenizer)), request)
+        self.generate(PipeSlot(prompt.slot, Detokenizer(self.tokenizer)), request)
 
     def answer_message(self, text):
         """A turn of the chat in slot 0. When it does not fit the oldest turns are forgotten, and that is said."""
@@ -121,7 +121,7 @@ class Pipe:
             say(f"[stdio] CTX={context} is full: turns forgotten, the oldest first: {forgotten}")
         temperature = DEFAULT_TEMPERATURE if settings.temp is None else settings.temp
         request = self.request(0, ids, settings.ngen, temperature, settings.nucleus)
-        self.generate(Slot(0, TextStream(self.tokenizer), messages, thinks), request, line_end="\n")
+        self.generate(PipeSlot(0, Detokenizer(self.tokenizer), messages, thinks), request, line_end="\n")
 
     def answer_more(self, slot):
         """Go on where the last answer of a slot stopped, with its numbers."""
@@ -170,7 +170,7 @@ class Pipe:
         ids = list(request.prompt_ids)
         try:
             while not isinstance(event := self.next_of(events), Finished):
-                if isinstance(event, Token):
+                if isinstance(event, NewToken):
                     if not began:
                         began, before = time.perf_counter(), replace(self.counters)
                     ids.append(event.id)
@@ -183,7 +183,7 @@ class Pipe:
         if tokens or event.reason in ("stop", "length"):
             slot.request, slot.ids = request, ids
             self.slots[slot.number] = slot
-        stat = Stat(tokens, answer=(len(request.prompt_ids), int(is_cut)))
+        stat = StatLine(tokens, answer=(len(request.prompt_ids), int(is_cut)))
         if began:
             # The prefill paid for the first token.
             decoded, seconds = tokens - 1 + (event.reason == "stop"), time.perf_counter() - began

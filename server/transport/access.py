@@ -22,7 +22,7 @@ KNOWN_PATHS = (
 )  # for metrics: other names are the client's
 
 
-class Guard:
+class AccessControl:
     """api_key: None lets everybody in. hosts: names that are allowed beside addresses and localhost; * is any."""
 
     def __init__(self, api_key=None, hosts=()):
@@ -60,7 +60,7 @@ def is_address(name):
     return True
 
 
-class Door:
+class AccessMiddleware:
     """Wraps the application. Every request gets an id, and a line on stderr when it is over."""
 
     def __init__(self, app, service, guard):

@@ -8,11 +8,11 @@ from starlette.responses import JSONResponse, Response
 from server.openai.api_error import ApiError
 
 
-class Gone(Exception):
+class ClientDisconnected(Exception):
     """The client went away; there is nobody to answer."""
 
 
-class Watch:
+class DisconnectWatch:
     """While it lasts, a client that goes away ends the generation."""
 
     def __init__(self, receive, generation):
@@ -34,13 +34,13 @@ class Watch:
 async def whole_answer(request, shape, start):
     """-> one JSON object with all answers. start() -> Generation."""
     generation = shape.generation = start()
-    async with Watch(request.receive, generation):
+    async with DisconnectWatch(request.receive, generation):
         shape.begin()
         while not generation.is_over:
             for item in await generation.next(generation.service.keep_alive) or ():
                 chunks_of(shape, item)
         if generation.is_abandoned:
-            raise Gone
+            raise ClientDisconnected
     note(request, generation)
     return JSONResponse(shape.whole())
 
@@ -71,7 +71,7 @@ class EventStream(Response):
         del self.raw_headers[[name for name, _ in self.raw_headers].index(b"content-length")]
 
     async def __call__(self, scope, receive, send):
-        async with Watch(receive, self.generation):
+        async with DisconnectWatch(receive, self.generation):
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             try:
                 await self.send_chunks(send, self.shape.begin())

@@ -38,7 +38,7 @@ def open_socket(host, port, has_key):
     return sock, f"http://{f'[{address}]' if ':' in address else address}:{port}"
 
 
-class Protocol(H11Protocol):
+class TimeoutProtocol(H11Protocol):
     """Ends connections on which nothing can come to an end: a request whose head stays incomplete, a client that does
     not read."""
 
@@ -78,7 +78,7 @@ def stop(timer):
         timer.cancel()
 
 
-class Server(uvicorn.Server):
+class HttpServer(uvicorn.Server):
     """close(): called, in a thread, once no new connections are taken; it ends what is under way."""
 
     def __init__(self, app, close, on_start):
@@ -86,7 +86,7 @@ class Server(uvicorn.Server):
             uvicorn.Config(
                 app,
                 loop="asyncio",
-                http=Protocol,
+                http=TimeoutProtocol,
                 ws="none",
                 lifespan="off",
                 log_config=None,

@@ -12,11 +12,11 @@ import torch.nn.functional as F
 
 from dev import quality
 from errors import Refused
-from forward.kv_cache import KvState
+from forward.kv_cache import KvCache
 from forward.step import step_logprobs
 from kernels.packing import SEARCH
 from scripts import conversion
-from scripts.conversion import Options
+from scripts.conversion import ConversionOptions
 from settings import EMBEDDED_SNAPSHOT
 from tests.conftest import FIXTURES
 
@@ -83,7 +83,7 @@ def test_the_perplexity_is_the_one_of_the_engine(texts, capsys, load):
     assert code == 0 and out[0] == "tiny, 100 held-out tokens, routed experts alone quantised"
     [ids] = quality.load_rows(texts, EMBEDDED_SNAPSHOT, 100)
     loaded = load(EMBEDDED_SNAPSHOT, KERNELS="reference")
-    logprobs, _ = step_logprobs(loaded.model, [(ids[:-1], KvState(loaded.config, 100))], ids[1:])
+    logprobs, _ = step_logprobs(loaded.model, [(ids[:-1], KvCache(loaded.config, 100))], ids[1:])
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in out if line.startswith("|")]
     weights, activations = rows[2:4], rows[6:]
     assert [row[0] for row in weights] == ["16", "int4-g64"] and [row[0] for row in activations] == ["int4-g64"]
@@ -149,4 +149,4 @@ def test_a_snapshot_that_is_packed_already_is_refused(tmp_path):
     numbers = quality.make_container(FIXTURES / "glm_moe_dsa", options, tmp_path / "four")
     assert 0 < numbers["weight_error"] < 0.1 and numbers["bytes"] > 0
     with pytest.raises(Refused, match="holds packed matrices already"):
-        quality.make_container(tmp_path / "four", Options(16, 16, 16, 16), tmp_path / "again")
+        quality.make_container(tmp_path / "four", ConversionOptions(16, 16, 16, 16), tmp_path / "again")

@@ -15,8 +15,8 @@ import pytest
 
 from errors import Refused
 from experts import drive_speed as drives_module
-from experts.disk import ExpertDisk, ExpertPlace, Run
-from experts.drive import DEPTHS, Arm, Drive, Drives, DriveSpeed, DriveWarning, choose, measure
+from experts.disk import ByteRange, ExpertDisk, ExpertLayout
+from experts.drive import DEPTHS, Drive, DriveSet, DriveSpeed, DriveWarning, ReadRate, choose, measure
 from experts.drive_speed import find_arms, set_up_drives
 from machine.arena import Arena
 from snapshot import reader as reader_module
@@ -27,7 +27,12 @@ from tests.conftest import FIXTURES, reference
 from tests.forward.test_forward import all_logits
 
 NAME = "glm_moe_dsa"
-ARMS = (Arm("direct", 1, 1.0), Arm("direct", 4, 2.0), Arm("buffered", 1, 1.2), Arm("buffered", 2, 1.9))
+ARMS = (
+    ReadRate("direct", 1, 1.0),
+    ReadRate("direct", 4, 2.0),
+    ReadRate("buffered", 1, 1.2),
+    ReadRate("buffered", 2, 1.9),
+)
 TODAY = date(2026, 11, 30)
 
 
@@ -42,8 +47,8 @@ def reader():
 def places(tmp_path):
     """Places of 40 experts of two pages in a file."""
     (tmp_path / "data").write_bytes(os.urandom(80 * PAGE))
-    runs = [Run(tmp_path / "data", 2 * i * PAGE, 2 * PAGE, 0) for i in range(40)]
-    return [ExpertPlace((run,), (), run.num_bytes) for run in runs]
+    runs = [ByteRange(tmp_path / "data", 2 * i * PAGE, 2 * PAGE, 0) for i in range(40)]
+    return [ExpertLayout((run,), (), run.num_bytes) for run in runs]
 
 
 @pytest.fixture
@@ -73,11 +78,11 @@ def mirror(tmp_path):
     ],
 )
 def test_the_choice(direct, buffered, chosen):
-    arms = [Arm("direct", *pair) for pair in zip(DEPTHS, direct, strict=False)]
-    arms += [Arm("buffered", *pair) for pair in zip(DEPTHS, buffered, strict=False)]
+    arms = [ReadRate("direct", *pair) for pair in zip(DEPTHS, direct, strict=False)]
+    arms += [ReadRate("buffered", *pair) for pair in zip(DEPTHS, buffered, strict=False)]
     speed = choose(arms)
     assert (speed.mode, speed.depth) == chosen
-    assert Arm(*chosen, speed.gigabytes_per_second) in arms
+    assert ReadRate(*chosen, speed.gigabytes_per_second) in arms
 
 
 def test_every_arm_is_measured_in_the_time_given(places, reader, tmp_path):
@@ -243,20 +248,20 @@ class Recorded:
 
 def test_reads_are_shared_by_speed(places):
     """Each goes where it would be done first: of two drives the one twice as fast gets two of three."""
-    drives = Drives([Recorded(2.0, depth=4), Recorded(1.0, depth=2)])
+    drives = DriveSet([Recorded(2.0, depth=4), Recorded(1.0, depth=2)])
     taken = [drives.take(100) for _ in range(30)]
     assert [taken.count(drive) for drive in drives.all] == [20, 10]
     assert taken[0] is drives.all[0] and drives.depth == 6
-    equal = Drives([Recorded(1.0), Recorded(1.0)])
+    equal = DriveSet([Recorded(1.0), Recorded(1.0)])
     assert [equal.all.index(equal.take(100)) for _ in range(4)] == [0, 1, 0, 1]
     for _ in range(9):  # nothing outstanding: always the faster one
-        drives = Drives([Recorded(2.0), Recorded(1.0)])
+        drives = DriveSet([Recorded(2.0), Recorded(1.0)])
         drives.read(places[0], None, "x")
         assert drives.all[0].reads == ["x"] and drives.all[0].outstanding == 0
 
 
 def test_a_drive_that_fails_is_left_out(places):
-    drives = Drives([Recorded(2.0, depth=4), Recorded(1.0, depth=2)])
+    drives = DriveSet([Recorded(2.0, depth=4), Recorded(1.0, depth=2)])
     first, second = drives.all
     first.error = Refused("bad.safetensors: Input/output error")
     with pytest.warns(DriveWarning, match=r"bad.*Input/output error; drive 2.0 is no longer read from") as caught:

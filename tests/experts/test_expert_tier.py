@@ -8,9 +8,9 @@ import threading
 import pytest
 import torch
 
-from experts.prefetch import LONG_CHUNK, LOOKS, PAUSE, TRIAL, Lookahead
-from experts.read_queue import Read, ReadQueue
-from forward.kv_cache import KvState
+from experts.prefetch import LONG_CHUNK, LOOKS, PAUSE, TRIAL, PrefetchController
+from experts.read_queue import ExpertRead, ReadQueue
+from forward.kv_cache import KvCache
 from forward.step import step
 from settings import EMBEDDED_SNAPSHOT
 from tests.conftest import FIXTURES, read_json
@@ -21,7 +21,7 @@ NUM_TOKENS = 24
 
 def generate(model, prompt=PROMPT):
     """Greedy ids after a prompt, and the logits they were taken from."""
-    kv, ids, logits = KvState(model.config, len(prompt) + NUM_TOKENS), list(prompt), []
+    kv, ids, logits = KvCache(model.config, len(prompt) + NUM_TOKENS), list(prompt), []
     for _ in range(NUM_TOKENS):
         logits.append(step(model, [(ids[kv.length :], kv)])[0])
         ids.append(int(logits[-1].argmax()))
@@ -218,10 +218,10 @@ def test_needed_reads_go_before_guesses():
             pass
 
     queue = ReadQueue(fill, 2)
-    reads = [Read(i, None, is_urgent=False) for i in range(4)]
+    reads = [ExpertRead(i, None, is_urgent=False) for i in range(4)]
     for read in reads:
         queue.submit(read)
-    urgent = Read("needed", None)
+    urgent = ExpertRead("needed", None)
     queue.submit(urgent)
     while len(order) < 2:  # one guess at a time beside it: a thread is always left for what is needed
         pass
@@ -238,7 +238,7 @@ def test_needed_reads_go_before_guesses():
 
 def lookahead_after(gain, loss):
     """What `auto` does in each token after guesses that gained and lost so many seconds a token."""
-    lookahead, asked = Lookahead("auto", 2), []
+    lookahead, asked = PrefetchController("auto", 2), []
     for _ in range(400):
         wants = [lookahead.wants(1) for _ in range(2 * LOOKS)]
         if wants[0]:
@@ -257,7 +257,7 @@ def test_guessing_ends_where_it_does_not_pay_and_is_tried_again():
     assert sum(asked) < 5 * TRIAL
     assert [len(pause) for pause in trials[1:-1]] == [PAUSE * 2**i for i in range(len(trials) - 2)]
     assert lookahead.wants(LONG_CHUNK)  # what a whole chunk needs is known well enough
-    assert not Lookahead("0", 2).wants(LONG_CHUNK) and Lookahead("1", 2).wants(1)
+    assert not PrefetchController("0", 2).wants(LONG_CHUNK) and PrefetchController("1", 2).wants(1)
 
 
 def test_guessing_without_a_gain_ends_too():
@@ -268,7 +268,7 @@ def test_guessing_without_a_gain_ends_too():
 @pytest.mark.parametrize("mode", ["auto", "1"])
 def test_where_nothing_is_missing_nothing_is_guessed(mode):
     """Everything in memory: even asking the next router would be for nothing."""
-    lookahead = Lookahead(mode, 2)
+    lookahead = PrefetchController(mode, 2)
     for misses, wanted in [(0, True), (0, True), (0, True), (0, False), (0, False), (3, True), (0, True)]:
         lookahead.note_misses(misses)
         assert lookahead.wants(1) == wanted

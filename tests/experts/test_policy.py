@@ -4,13 +4,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from experts.policy import RECENT, RECENT_WEIGHT, STEADY, AgedCounts, ExpertPolicy, LeastRecentlyUsed
+from experts.policy import RECENT, RECENT_WEIGHT, STEADY, DecayedCounts, EvictionPolicy, LruPolicy
 
 LAYERS, NUM_EXPERTS = (1, 2, 3), 6
-BOTH = pytest.mark.parametrize("make_policy", [ExpertPolicy, LeastRecentlyUsed])
+BOTH = pytest.mark.parametrize("make_policy", [EvictionPolicy, LruPolicy])
 
 
-def filled(make_policy=ExpertPolicy, layers=LAYERS, num_experts=NUM_EXPERTS, floor=1):
+def filled(make_policy=EvictionPolicy, layers=LAYERS, num_experts=NUM_EXPERTS, floor=1):
     """A policy that holds every expert, none of them used."""
     policy = make_policy(layers, num_experts, floor)
     for layer in layers:
@@ -29,7 +29,7 @@ def order(policy, protected=(), layer=None):
 
 
 def test_the_score_is_the_formula():
-    policy = ExpertPolicy([7], 4, 0)
+    policy = EvictionPolicy([7], 4, 0)
     for age in reversed(range(4)):
         policy.used(7, {0: 1} if age % 2 else {1: 1}, 1)
     waiting = policy.worth[0]  # the layer has just run
@@ -41,7 +41,7 @@ def test_the_score_is_the_formula():
 
 @given(st.lists(st.integers(1, 5000), max_size=30), st.sampled_from([1, 4, 256]))
 def test_aged_counts_neither_overflow_nor_forget_wrongly(chunks, half_life):
-    counts, expected = AgedCounts(2, half_life), 0.0
+    counts, expected = DecayedCounts(2, half_life), 0.0
     for tokens in chunks:
         counts.add({1: tokens}, tokens)
         ages = half_life / 0.6931471805599453 * (1 - 2 ** (-tokens / half_life)) if tokens > 1 else 1
@@ -118,7 +118,7 @@ def test_counts_survive_in_another_policy():
 
 
 def test_lru_partitions_by_layer():
-    policy = filled(LeastRecentlyUsed)
+    policy = filled(LruPolicy)
     policy.used(1, {0: 1}, 1)
     assert policy.victim((), 1) == (1, 1)
     assert policy.victim((), 2) == (2, 0)
@@ -156,7 +156,7 @@ def test_a_victim_is_resident_and_never_protected(make_policy, steps, protected)
 
 @given(STEPS, st.integers(0, NUM_EXPERTS), st.sets(KEYS))
 def test_no_layer_falls_below_its_floor(steps, floor, protected):
-    policy, residents = after(ExpertPolicy, steps, floor)
+    policy, residents = after(EvictionPolicy, steps, floor)
     held = {layer: sum(key[0] == layer for key in residents) for layer in LAYERS}
     for layer, _ in order(policy, protected):
         held[layer] -= 1
@@ -165,7 +165,7 @@ def test_no_layer_falls_below_its_floor(steps, floor, protected):
 
 @given(STEPS)
 def test_the_victim_has_the_lowest_score(steps):
-    policy, residents = after(ExpertPolicy, steps, 0)
+    policy, residents = after(EvictionPolicy, steps, 0)
     while residents:
         victim = policy.victim(())
         assert policy.score(victim) == min(map(policy.score, residents))

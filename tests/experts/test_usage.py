@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from errors import Refused
 from experts import usage as usage_module
-from experts.policy import ExpertPolicy, LeastRecentlyUsed
+from experts.policy import EvictionPolicy, LruPolicy
 from experts.usage import (
     LONG_RUN_USES,
     MAX_C_ENGINE_BYTES,
@@ -21,7 +21,7 @@ from experts.usage import (
     MOST_USES,
     PRIMED_TOKENS,
     ROUTER_BYTES,
-    Usage,
+    UsageHistory,
     parse,
 )
 from load.model import open_snapshot
@@ -40,7 +40,7 @@ def open_usage(tmp_path):
 
     def open_usage(folder=FIXTURES / NAME, cache=tmp_path / "cache"):
         opened.append(open_snapshot(Settings.read([], {"SNAP": str(folder)})))
-        return Usage(opened[-1], cache)
+        return UsageHistory(opened[-1], cache)
 
     yield open_usage
     for snapshot in opened:
@@ -92,7 +92,7 @@ def test_runs_are_added_and_slowly_forgotten(open_usage):
     usage.load()
     usage.save({(1, 0): 30.0, (1, 1): 2.0}, tokens=40)
     usage = open_usage()
-    policy = ExpertPolicy(LAYERS, 8, 2)
+    policy = EvictionPolicy(LAYERS, 8, 2)
     policy.prime(usage.load()[0])
     for _ in range(512):
         policy.used(1, {1: 1}, 1)
@@ -105,7 +105,7 @@ def test_runs_are_added_and_slowly_forgotten(open_usage):
 def test_nothing_learned_forgets_nothing(open_usage):
     usage = open_usage()
     usage.save(COUNTS, 40)
-    usage.save(LeastRecentlyUsed(LAYERS, 8, 2).counts(), 40)
+    usage.save(LruPolicy(LAYERS, 8, 2).counts(), 40)
     assert usage.read()[1] == COUNTS
 
 
@@ -145,7 +145,7 @@ def test_many_end_at_once(open_usage, tmp_path):
     for writer in writers:
         writer.start()
     while any(writer.is_alive() for writer in writers):
-        counts, notice = Usage.load(usage)
+        counts, notice = UsageHistory.load(usage)
         assert len(counts) == 8 and len(set(counts.values())) == 1, notice
     for writer in writers:
         writer.join()
@@ -280,7 +280,7 @@ def test_only_counts_of_the_model_come_out(table, changes):
     except Refused:
         return
     assert type(tokens) is int and tokens >= 0
-    policy = ExpertPolicy(LAYERS, 8, 2)
+    policy = EvictionPolicy(LAYERS, 8, 2)
     policy.prime(counts)
     assert all(0 < uses <= MOST_USES for uses in policy.counts().values())
 

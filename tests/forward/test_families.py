@@ -15,16 +15,16 @@ import colibri
 import forward.moe
 from errors import Refused
 from forward import cost
-from forward.kv_cache import KvState
+from forward.kv_cache import KvCache
 from forward.mtp import mtp, mtp_logits
 from forward.step import step_all
 from generate.decode import DecodeCounters, spec_decode
-from generate.draft import Drafter, MtpSource, mtp_guesses
-from generate.draft_length import Governor
+from generate.draft import Drafter, MtpProposer, mtp_guesses
+from generate.draft_length import DraftLength
 from generate.engine import Engine
 from generate.sampler import Sampler
-from generate.score import Request, score_requests
-from snapshot.config import Fields, read_config
+from generate.score import ScoreRequest, score_requests
+from snapshot.config import ConfigFields, read_config
 from tests.conftest import FAMILIES, FIXTURES, read_json, reference, write_fused
 from tests.forward.test_forward import TOLERANCE, all_logits, check
 from tests.generate.test_mtp import layers_forward_of
@@ -98,7 +98,7 @@ def test_a_token_gets_the_same_bits_in_any_company(load, name):
     expected = all_logits(model, ids)
     for pieces in ([1] * 48, [12, 1, 2, 20, 13]):
         assert torch.equal(all_logits(model, ids, pieces), expected)
-    states = [KvState(model.config, 48) for _ in range(2)]
+    states = [KvCache(model.config, 48) for _ in range(2)]
     both = step_all(model, [(ids, states[0]), (ids[:7], states[1])])
     assert torch.equal(both, torch.cat([expected, expected[:7]]))
 
@@ -166,7 +166,7 @@ def test_scores_of_many_requests_equal_those_of_one(load, name):
     model, (ref, _) = load(FIXTURES / name, cap=2).model, reference(name)
     seq, log_p, best = ref["seq"], ref["teacher"]["logprob_next"], ref["teacher"]["argmax"]
     cuts = [(12, 20), (12, 13), (30, 48), (1, 4), (47, 48)]
-    requests = [Request(tuple(seq[:start]), tuple(seq[start:stop])) for start, stop in cuts]
+    requests = [ScoreRequest(tuple(seq[:start]), tuple(seq[start:stop])) for start, stop in cuts]
     for index, score in score_requests(model, requests, 100):
         start, stop = cuts[index]
         assert score.logprob == pytest.approx(sum(log_p[start - 1 : stop - 1]), abs=TOLERANCE)
@@ -194,15 +194,15 @@ def test_rows_in_lock_step(load, name):
 @pytest.mark.parametrize("name", MTP)
 def test_the_mtp_layer_equals_transformers(load, name, kernels):
     model, (ref, tensors) = load(FIXTURES / name, DRAFT="auto", KERNELS=kernels).model, reference(name)
-    kv = KvState(model.config, 60)
+    kv = KvCache(model.config, 60)
     rows = torch.cat([hidden for _, hidden in layers_forward_of(model, ref["seq"], kv)])
     s = mtp(model, [(ref["seq"][1:], kv)], rows[:-1])
     torch.testing.assert_close(mtp_logits(model, s), tensors["mtp_logits"], atol=TOLERANCE, rtol=0)
     assert mtp_logits(model, s).argmax(-1).tolist() == ref["mtp"]["argmax"]
     for slot, expected in ref["mtp"]["chained_drafts"].items():
         known = int(slot) + 1
-        kv = KvState(model.config, 60)
-        source = MtpSource(model, kv)
+        kv = KvCache(model.config, 60)
+        source = MtpProposer(model, kv)
         for chunk, hidden in layers_forward_of(model, ref["seq"][:known], kv):
             source.follow(chunk, *chunk.segments, hidden)
         wanted = [(source, ref["seq"][: known + 1], len(expected["draft"]))]
@@ -215,8 +215,8 @@ def test_drafts_change_no_token(load, name, draft):
     """By the MTP layer where there is one, else by what was written before."""
     model, (ref, _) = load(FIXTURES / name, DRAFT=draft).model, reference(name)
     prompt, continuation, counters = ref["greedy"]["prompt"], ref["greedy"]["continuation"], DecodeCounters()
-    kv = KvState(model.config, 60)
-    drafter = Drafter(model, kv, Governor(draft))
+    kv = KvCache(model.config, 60)
+    drafter = Drafter(model, kv, DraftLength(draft))
     ids = list(spec_decode(model, kv, prompt, Sampler(), 24, (), drafter, None, counters))
     assert ids == continuation
     assert (model.weights.mtp is not None) == (name in MTP)
@@ -243,8 +243,8 @@ def test_an_mtp_layer_made_of_the_last_one_drafts_and_changes_nothing(load, tmp_
     prompt, continuation = (reference(name)[0]["greedy"][key] for key in ("prompt", "continuation"))
     for folder in (source, tmp_path / "out"):
         model, counters = load(folder, DRAFT=2).model, DecodeCounters()
-        kv = KvState(model.config, 60)
-        drafter = Drafter(model, kv, Governor("2"))
+        kv = KvCache(model.config, 60)
+        drafter = Drafter(model, kv, DraftLength("2"))
         assert list(spec_decode(model, kv, prompt, Sampler(), 24, (), drafter, None, counters)) == continuation
         assert model.weights.mtp is not None and counters.proposed > 20
         assert (model.weights.mtp.layer.indexer is not None) == (name == "deepseek_v32")
@@ -274,7 +274,7 @@ def test_costs_are_those_of_the_weights(load, name):
         head = 2 * config.vocab_size * config.hidden_size
         tokens = [cost.decode_flops(config, context, resident.has_indexer) - head for context in range(1, length + 1)]
         assert cost.prefill_flops(config, length, resident.has_indexer) == sum(tokens) + head
-    kv = KvState(config, 50)
+    kv = KvCache(config, 50)
     assert kv.bytes == 4 * sum(part.numel() for part in (kv.latents, kv.rope_keys, kv.index_keys))
     of_mtp = sum(config.kv_widths) + (config.index_head_dim if config.indexer_types else 0)
     assert 50 * (cost.kv_bytes_stored(config, resident.has_indexer) + 4 * of_mtp) == kv.bytes
@@ -376,7 +376,7 @@ def test_any_value_under_any_key_is_taken_or_refused(name):
             return super().get(key, *default)
 
     family = import_module(f"snapshot.families.{original['model_type']}").FAMILY
-    family.read_config(Fields(Recording(original), "config.json"))
+    family.read_config(ConfigFields(Recording(original), "config.json"))
     rope, numbers = original["rope_parameters"], 0
     yarn = ("type", "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
     yarn += ("attention_factor", "truncate", "rope_theta", "rope_type", "partial_rotary_factor")
@@ -384,7 +384,7 @@ def test_any_value_under_any_key_is_taken_or_refused(name):
     changes += [{"rope_parameters": rope | {key: value}} for key in yarn for value in ODD]
     for fields in changes:
         try:
-            config = family.read_config(Fields(original | fields, "config.json"))
+            config = family.read_config(ConfigFields(original | fields, "config.json"))
             assert len(config.rope.frequencies) == config.rope_head_dim // 2
             numbers += 1
         except Refused as error:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from forward.kv_cache import KvState
+from forward.kv_cache import KvCache
 from forward.step import step
 from tests.conftest import FIXTURES, reference
 
@@ -15,7 +15,7 @@ def model(load):
 
 def test_trim_forgets_exactly_the_tail(model):
     ids = reference("glm_moe_dsa_mtp")[0]["seq"]
-    kv = KvState(model.config, 48)
+    kv = KvCache(model.config, 48)
     expected = step(model, [(ids[:20], kv)])
     step(model, [([7, 7, 7], kv)])
     kv.trim(19)
@@ -25,12 +25,12 @@ def test_trim_forgets_exactly_the_tail(model):
 
 def test_a_clone_goes_its_own_way(model):
     ids = reference("glm_moe_dsa_mtp")[0]["seq"]
-    kv = KvState(model.config, 20)
+    kv = KvCache(model.config, 20)
     step(model, [(ids[:20], kv)])
     clone = kv.clone(capacity=48)
     kv.trim(3)
     step(model, [([9, 9, 9], kv)])
-    fresh = KvState(model.config, 48)
+    fresh = KvCache(model.config, 48)
     expected = step(model, [(ids[:30], fresh)])
     torch.testing.assert_close(step(model, [(ids[20:30], clone)]), expected, atol=1e-4, rtol=0)
     assert (kv.length, clone.length, clone.capacity) == (6, 30, 48)
@@ -38,7 +38,7 @@ def test_a_clone_goes_its_own_way(model):
 
 def test_the_mtp_layer_has_a_row_with_its_own_indexer_keys(model):
     config = model.config
-    kv = KvState(config, 8)
+    kv = KvCache(config, 8)
     row = kv.bind(config.num_layers)
     latents, rope_keys = torch.ones(2, config.kv_lora_rank), torch.ones(2, config.rope_head_dim)
     known = row.append(latents, rope_keys)
@@ -48,9 +48,9 @@ def test_the_mtp_layer_has_a_row_with_its_own_indexer_keys(model):
 
 
 def test_bytes_are_what_is_allocated(model):
-    kv = KvState(model.config, 100)
+    kv = KvCache(model.config, 100)
     allocated = sum(t.numel() * 4 for t in (kv.latents, kv.rope_keys, kv.index_keys))
-    assert kv.bytes == KvState.bytes_for(model.config, 100) == allocated
+    assert kv.bytes == KvCache.bytes_for(model.config, 100) == allocated
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_bytes_are_what_is_allocated(model):
     ],
 )
 def test_misuse_is_an_error(model, action, message):
-    kv = KvState(model.config, 8)
+    kv = KvCache(model.config, 8)
     kv.advance(2)
     with pytest.raises(ValueError, match=message):
         action(kv)

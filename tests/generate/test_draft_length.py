@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from generate.draft_length import FIRST_PAUSE, MOST, Governor
+from generate.draft_length import FIRST_PAUSE, MOST, DraftLength
 from generate.forward_time import ForwardTime
 
 EXPERTS = 40  # that one row asks for
@@ -57,7 +57,7 @@ MACHINES = {
 
 @pytest.mark.parametrize("options", MACHINES.values(), ids=MACHINES)
 def test_within_a_few_percent_of_the_best_depth(options):
-    machine, governor = Machine(**options), Governor()
+    machine, governor = Machine(**options), DraftLength()
     tokens, seconds = machine.run(governor, 3000)
     best = max(rate(machine, depth) for depth in range(MOST + 1))
     assert tokens / seconds > 0.95 * best
@@ -67,13 +67,13 @@ def test_within_a_few_percent_of_the_best_depth(options):
 @pytest.mark.parametrize("options", MACHINES.values(), ids=MACHINES)
 def test_a_short_answer_is_not_spoilt(options):
     machine = Machine(**options)
-    runs = [machine.run(Governor(), 100) for _ in range(40)]
+    runs = [machine.run(DraftLength(), 100) for _ in range(40)]
     assert sum(tokens for tokens, _ in runs) / sum(seconds for _, seconds in runs) > 0.95 * rate(machine, 0)
 
 
 def test_what_changes_is_noticed():
     """A topic on which guesses are right, after one on which they never were; and back."""
-    governor, machine = Governor(), Machine(right=0.0)
+    governor, machine = DraftLength(), Machine(right=0.0)
     machine.run(governor, 1500)
     machine.right = 0.9
     machine.run(governor, 1000)
@@ -86,7 +86,7 @@ def test_what_changes_is_noticed():
 
 
 def test_the_better_source_is_taken():
-    governor, machine = Governor(), Machine()
+    governor, machine = DraftLength(), Machine()
     for _ in range(200):
         for source, right in (("MTP", 0.3), ("long n-gram", 0.95)):
             machine.right = right
@@ -99,20 +99,20 @@ def test_the_better_source_is_taken():
 
 
 def test_a_depth_that_is_asked_for_is_kept():
-    governor = Governor("3")
+    governor = DraftLength("3")
     assert governor.choose([{"MTP": 3}]) == [("MTP", 3)] and governor.choose([{"n-gram": 2}]) == [("n-gram", 2)]
     assert governor.choose([{"n-gram": 3, "MTP": 3}]) == [("MTP", 3)] and governor.choose([{}]) == [(None, 0)]
-    assert Governor("0").choose([{"MTP": 0}]) == [(None, 0)]
+    assert DraftLength("0").choose([{"MTP": 0}]) == [(None, 0)]
 
 
 def test_nothing_to_guess_from_is_no_guess():
-    governor = Governor()
+    governor = DraftLength()
     assert governor.choose([{}]) == [(None, 0)]
     assert list(governor.lines()) == [] and governor.numbers()["draft_acceptance"] == {}
 
 
 def test_what_is_said_and_reported():
-    governor, machine = Governor(), Machine(right=1.0)
+    governor, machine = DraftLength(), Machine(right=1.0)
     machine.run(governor, 60)
     first, second = governor.lines()
     assert first.startswith("[draft] right by position: MTP 100% 100%") and "| forwards by guesses 0: " in first
@@ -177,7 +177,7 @@ class Batch(Machine):
 @pytest.mark.parametrize("noise", [0.0, 0.1])
 @pytest.mark.parametrize("options", MACHINES.values(), ids=MACHINES)
 def test_several_sequences_within_a_few_percent_of_the_best_depth(options, noise, num_rows):
-    machine, governor = Batch(num_rows, noise, **options), Governor()
+    machine, governor = Batch(num_rows, noise, **options), DraftLength()
     tokens, seconds = machine.run(governor, 400)
     best = max(machine.rate(depth) for depth in range(min(MOST, 56 // num_rows) + 1))
     assert tokens / seconds > 0.95 * best
@@ -191,7 +191,7 @@ def test_only_sequences_that_can_guess_well_do():
         def rights(self):
             return [0.95, 0.05] * 4
 
-    governor, machine = Governor(), Some(row=0.2, making=0.0)
+    governor, machine = DraftLength(), Some(row=0.2, making=0.0)
     offers = [{"long n-gram": 6}, {"n-gram": 6}] * 4
     machine.run(governor, 400, offers)
     choices = governor.choose(offers)
@@ -200,7 +200,7 @@ def test_only_sequences_that_can_guess_well_do():
 
 
 def test_each_sequence_takes_the_source_that_it_has():
-    governor, machine = Governor(), Batch(3)
+    governor, machine = DraftLength(), Batch(3)
     machine.run(governor, 60, [{"MTP": 4}, {"long n-gram": 4}, {}])
     for _ in range(4):  # a trial lasts no longer
         machine.run(governor, 1, [{"MTP": 4}, {"long n-gram": 4}, {}])
@@ -210,13 +210,13 @@ def test_each_sequence_takes_the_source_that_it_has():
 
 
 def test_room_is_kept():
-    governor, machine = Governor(), Batch(8, right=1.0)
+    governor, machine = DraftLength(), Batch(8, right=1.0)
     machine.run(governor, 200)
     assert sum(depth for _, depth in governor.choose([{"MTP": MOST}] * 8)) > 20
     for room in (0, 1, 5, 20):
         assert sum(depth for _, depth in governor.choose([{"MTP": MOST}] * 8, room=room)) <= room
-    assert Governor("3").choose([{"MTP": 3}] * 4, room=9) == [("MTP", 2)] * 4
-    assert Governor("3").choose([{"MTP": 3}] * 4, room=3) == [(None, 0)] * 4
+    assert DraftLength("3").choose([{"MTP": 3}] * 4, room=9) == [("MTP", 2)] * 4
+    assert DraftLength("3").choose([{"MTP": 3}] * 4, room=3) == [(None, 0)] * 4
 
 
 def test_numbers_of_rows_that_no_forward_had():

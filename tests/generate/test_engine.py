@@ -7,7 +7,7 @@ import torch
 
 from generate.draft import NoDraft
 from generate.engine import Engine, naive_generate
-from generate.kv_rows import HeadCache, LatentCache
+from generate.kv_rows import BatchKvCache, HeadKvCache
 from generate.sampler import Sampler
 from generate.tools.calculator import calculate
 from generate.tools.row_state import Tool
@@ -94,7 +94,7 @@ def engine_of(script, tools=(), terminal_ids=(END, BOS)):
 
 
 def test_a_cache_by_heads():
-    cache = HeadCache(3, 2, 10, 4, 8)
+    cache = HeadKvCache(3, 2, 10, 4, 8)
     assert (cache.num_rows, cache.capacity, cache.length, cache.get_pos()) == (2, 10, 0, 0)
     assert cache.bytes == 2 * 3 * 2 * 10 * 4 * 8 * 4 and cache.get_layer_cache(1)[0].shape == (2, 10, 4, 8)
     keys = torch.randn(2, 6, 4, 8)
@@ -115,7 +115,7 @@ def test_a_cache_by_heads():
 
 
 def test_a_prefill_is_copied_to_every_row_with_what_stands_beside_it():
-    one = HeadCache(2, 1, 5, 2, 4)
+    one = HeadKvCache(2, 1, 5, 2, 4)
     keys = torch.randn(1, 5, 2, 4)
     for layer in range(2):
         one.append(layer, keys + layer, keys - layer)
@@ -131,19 +131,19 @@ def test_a_prefill_is_copied_to_every_row_with_what_stands_beside_it():
     many.keep([2, 0])
     assert many.num_rows == 2 and many.extra["last"].tolist() == [[7], [7]]
     for other, message in [
-        (HeadCache(2, 1, 99, 2, 4), "cannot hold one of 99"),
-        (HeadCache(3, 1, 5, 2, 4), "does not fit"),
-        (HeadCache(2, 2, 5, 2, 4), "does not fit"),
-        (HeadCache(2, 1, 5, 2, 5), "does not fit"),
+        (HeadKvCache(2, 1, 99, 2, 4), "cannot hold one of 99"),
+        (HeadKvCache(3, 1, 5, 2, 4), "does not fit"),
+        (HeadKvCache(2, 2, 5, 2, 4), "does not fit"),
+        (HeadKvCache(2, 1, 5, 2, 5), "does not fit"),
     ]:
         with pytest.raises(ValueError, match=message):
-            HeadCache(2, 3, 9, 2, 4).prefill(other)
+            HeadKvCache(2, 3, 9, 2, 4).prefill(other)
     with pytest.raises(ValueError, match="only an empty cache"):
         many.prefill(one)
 
 
 def test_a_cache_of_latents(model):
-    cache = LatentCache.empty(model.config, 20)
+    cache = BatchKvCache.empty(model.config, 20)
     engine = Engine(model)
     engine.rows.forward([PROMPT], cache, [1], NoDraft())
     many = cache.clone(3, 30)

@@ -8,9 +8,9 @@ import pytest
 import safetensors.torch
 import torch
 
-from forward.kv_cache import KvState
+from forward.kv_cache import KvCache
 from forward.step import step
-from generate.kv_file import KvFiles
+from generate.kv_file import KvFileStore
 from generate.scheduler import Request, Scheduler, Started
 from tests.conftest import FIXTURES
 from tests.support.serving import NAME, PROMPT, alone, ask
@@ -28,7 +28,7 @@ def begin(load, tmp_path):
             running.pop().close()
         loaded = load(folder, expert_bits=expert_bits, **({"DRAFT": "3"} | variables))
         begin.said = []
-        begin.files = KvFiles(loaded, tmp_path / "cache", begin.said.append)
+        begin.files = KvFileStore(loaded, tmp_path / "cache", begin.said.append)
         running.append(Scheduler(loaded, slots, saved=begin.files))
         return running[-1]
 
@@ -82,10 +82,10 @@ def test_a_conversation_survives(begin, tmp_path):
 def test_what_is_loaded_is_what_was_saved(load, oracle_folder, tmp_path, name):
     """Grouped queries, an indexer, an indexer that the snapshot lacks or does not use."""
     loaded, said = load(oracle_folder(name)), []
-    kv, other = KvState(loaded.config, 40), KvState(loaded.config, 60)
+    kv, other = KvCache(loaded.config, 40), KvCache(loaded.config, 60)
     step(loaded.model, [(list(PROMPT), kv)])
-    KvFiles(loaded, tmp_path, said.append).save("x", list(PROMPT), kv)
-    files = KvFiles(loaded, tmp_path, said.append)
+    KvFileStore(loaded, tmp_path, said.append).save("x", list(PROMPT), kv)
+    files = KvFileStore(loaded, tmp_path, said.append)
     assert files.ids("x") == files.load("x", other) == list(PROMPT) and other.length == len(PROMPT)
     assert len(said) == 1 and "resumed with 12 tokens" in said[0]
     assert torch.equal(*(step(loaded.model, [([5, 6, 7], state)]) for state in (kv, other)))
@@ -142,7 +142,7 @@ def test_a_crash_loses_the_last_turn_at_most(begin, tmp_path):
 def resumed(files):
     """The ids that a new process would take over."""
     other = copy.copy(files)
-    other.known, other.say, kv = {}, lambda line: None, KvState(files.config, 60)
+    other.known, other.say, kv = {}, lambda line: None, KvCache(files.config, 60)
     ids = other.ids("a") and other.load("a", kv)
     assert len(ids) == kv.length
     return ids
@@ -201,11 +201,11 @@ def test_hostile_files(begin, tmp_path):
 
 def test_numbers_that_are_none_are_not_taken(load, tmp_path):
     loaded, said = load(FOLDER), []
-    kv = KvState(loaded.config, 40)
+    kv = KvCache(loaded.config, 40)
     step(loaded.model, [(list(PROMPT), kv)])
     kv.latents[1, 3, 2] = float("nan")
-    KvFiles(loaded, tmp_path, said.append).save("x", list(PROMPT), kv)
-    files = KvFiles(loaded, tmp_path, said.append)
+    KvFileStore(loaded, tmp_path, said.append).save("x", list(PROMPT), kv)
+    files = KvFileStore(loaded, tmp_path, said.append)
     assert files.ids("x") and files.load("x", kv) == [] == files.ids("x") and "not finite" in said[-1]
     assert kv.length == 0
 

@@ -8,13 +8,13 @@ import pytest
 import safetensors.torch
 import torch
 
-from forward.kv_cache import KvState
+from forward.kv_cache import KvCache
 from forward.layers_forward import layers_forward
 from forward.mtp import mtp, mtp_logits
 from forward.step import step
 from generate.decode import DecodeCounters, spec_decode
-from generate.draft import Drafter, MtpSource, NgramSource, NoDraft, mtp_guesses
-from generate.draft_length import Governor
+from generate.draft import Drafter, MtpProposer, NgramProposer, NoDraft, mtp_guesses
+from generate.draft_length import DraftLength
 from generate.sampler import Sampler
 from kernels.dispatch import rms_norm
 from settings import EMBEDDED_SNAPSHOT
@@ -39,8 +39,8 @@ def hidden_rows(model, kv, ids):
 
 
 def generate(model, prompt, num_tokens, sampler=None, draft="auto", **options):
-    kv, counters = KvState(model.config, len(prompt) + num_tokens), DecodeCounters()
-    drafter = draft(model, kv) if callable(draft) else Drafter(model, kv, Governor(draft))
+    kv, counters = KvCache(model.config, len(prompt) + num_tokens), DecodeCounters()
+    drafter = draft(model, kv) if callable(draft) else Drafter(model, kv, DraftLength(draft))
     ids = list(spec_decode(model, kv, prompt, sampler or Sampler(), num_tokens, (), drafter, None, counters, **options))
     return ids, kv, counters
 
@@ -49,7 +49,7 @@ def generate(model, prompt, num_tokens, sampler=None, draft="auto", **options):
 
 
 def test_logits_equal_transformers(model):
-    kv = KvState(model.config, 60)
+    kv = KvCache(model.config, 60)
     hidden = hidden_rows(model, kv, REF["seq"])
     s = mtp(model, [(REF["seq"][1:], kv)], hidden[:-1])
     torch.testing.assert_close(mtp_logits(model, s), TENSORS["mtp_logits"], atol=1e-3, rtol=0)
@@ -60,12 +60,12 @@ def test_logits_equal_transformers(model):
 @pytest.mark.parametrize("cuts", [[47], [1] * 47, [12, 1, 2, 20, 12]])
 def test_in_pieces_it_is_the_same(load, cuts):
     model = load(FIXTURES / NAME, DRAFT="auto").model
-    kv, at, rows = KvState(model.config, 60), 0, []
+    kv, at, rows = KvCache(model.config, 60), 0, []
     hidden = hidden_rows(model, kv, REF["seq"])
     for cut in cuts:
         rows.append(mtp(model, [(REF["seq"][at + 1 : at + cut + 1], kv)], hidden[at : at + cut]))
         at += cut
-    whole = KvState(model.config, 60)
+    whole = KvCache(model.config, 60)
     whole.length = 48
     assert torch.equal(torch.cat(rows), mtp(model, [(REF["seq"][1:], whole)], hidden[:-1]))
 
@@ -74,8 +74,8 @@ def test_chained_drafts_equal_transformers(model):
     """`draft` of slot i: what follows seq[i + 1], each guess fed back."""
     for slot, expected in REF["mtp"]["chained_drafts"].items():
         known = int(slot) + 1  # positions whose next token is known
-        kv = KvState(model.config, 60)
-        source = MtpSource(model, kv)
+        kv = KvCache(model.config, 60)
+        source = MtpProposer(model, kv)
         for chunk, hidden in layers_forward_of(model, REF["seq"][:known], kv):
             source.follow(chunk, *chunk.segments, hidden)
         ids = REF["seq"][: known + 1]
@@ -91,14 +91,14 @@ def layers_forward_of(model, ids, kv):
 
 def test_room_is_checked(load):
     model = load(FIXTURES / NAME, DRAFT="auto").model
-    kv = KvState(model.config, 8)
+    kv = KvCache(model.config, 8)
     with pytest.raises(ValueError, match="9 more slots do not fit the 8"):
         mtp(model, [([1] * 9, kv)], torch.zeros(9, model.config.hidden_size))
 
 
 def test_the_slots_follow_trim_and_clone(load):
     model = load(FIXTURES / NAME, DRAFT="auto").model
-    kv = KvState(model.config, 60)
+    kv = KvCache(model.config, 60)
     hidden = hidden_rows(model, kv, REF["seq"])
     mtp(model, [(REF["seq"][1:], kv)], hidden[:-1])
     other = kv.clone()
@@ -148,9 +148,9 @@ def test_the_same_ids_and_the_same_kv(load, kernels, sampler, depth):
         assert plain == REF["greedy"]["continuation"]
     n, most = plain_kv.length, 8 if depth == "auto" else int(depth)
     drafters = {
-        "own": lambda model, kv: Drafter(model, kv, Governor(depth)),
-        "wrong": lambda model, kv: Wrong(model, kv, Governor(depth)),
-        "mixed": lambda model, kv: Mixed(model, kv, Governor(depth)),
+        "own": lambda model, kv: Drafter(model, kv, DraftLength(depth)),
+        "wrong": lambda model, kv: Wrong(model, kv, DraftLength(depth)),
+        "mixed": lambda model, kv: Mixed(model, kv, DraftLength(depth)),
         "right": lambda *_: Right(prompt + plain, most),
     }
     for name, drafter in drafters.items():
@@ -189,8 +189,8 @@ def test_a_long_prompt_goes_through_the_layer_chunk_by_chunk(load, chunk):
     model = load(EMBEDDED_SNAPSHOT, DRAFT="auto", PREFILL_CHUNK=chunk).model
     prompt, states = TINY["full_ids"], []
     for few in (16, 10**9):
-        kv = KvState(model.config, 100)
-        source = MtpSource(model, kv)
+        kv = KvCache(model.config, 100)
+        source = MtpProposer(model, kv)
         source.FEW = few
         for piece, hidden in layers_forward_of(model, prompt[:-1], kv):
             source.follow(piece, *piece.segments, hidden)
@@ -206,9 +206,9 @@ def test_a_state_that_is_known_already_is_drafted_from_there_on(load):
     """Its hidden rows are gone: the layer begins with the first new one."""
     model = load(EMBEDDED_SNAPSHOT, DRAFT="auto").model
     prompt, n = TINY["prompt_ids"], 40
-    kv = KvState(model.config, 100)
+    kv = KvCache(model.config, 100)
     first = list(spec_decode(model, kv, prompt, Sampler(), 8))
-    again = Drafter(model, kv, Governor("3"))
+    again = Drafter(model, kv, DraftLength("3"))
     counters = DecodeCounters()
     rest = list(spec_decode(model, kv, prompt + first, Sampler(), n, (), again, None, counters))
     assert (prompt + first + rest) == TINY["full_ids"][: len(prompt) + 8 + n]
@@ -218,8 +218,8 @@ def test_a_state_that_is_known_already_is_drafted_from_there_on(load):
 def test_whoever_stops_listening_can_go_on(load):
     model = load(EMBEDDED_SNAPSHOT, DRAFT="auto").model
     prompt = TINY["prompt_ids"]
-    kv = KvState(model.config, 100)
-    drafter = Drafter(model, kv, Governor("8"))
+    kv = KvCache(model.config, 100)
+    drafter = Drafter(model, kv, DraftLength("8"))
     generation = spec_decode(model, kv, prompt, Sampler(), 40, (), drafter)
     taken = [next(generation) for _ in range(6)]
     generation.close()
@@ -231,7 +231,7 @@ def test_the_distribution_is_the_samplers_own(load):
     """Chi-square over many seeds: the second token, drafted or not, has the probabilities that the logits give it."""
     model = load(FIXTURES / NAME, DRAFT="auto").model
     prompt, num_seeds = REF["greedy"]["prompt"], 400
-    kv = KvState(model.config, 20)
+    kv = KvCache(model.config, 20)
     step(model, [(prompt[:-1], kv)])
     first = REF["greedy"]["continuation"][0]
     p = Sampler(temperature=1.0).probabilities(step(model, [([prompt[-1], first], kv.clone())])[0])
@@ -279,8 +279,8 @@ def test_only_accepted_tokens_are_learned_from(load, wrong):
                 self.model.experts.verify()
             return [(guess + wrong) % 300 for guess in guesses]
 
-    kv, counters = KvState(model.config, 100), DecodeCounters()
-    draft = Guesser(model, kv, Governor("3"))
+    kv, counters = KvCache(model.config, 100), DecodeCounters()
+    draft = Guesser(model, kv, DraftLength("3"))
     list(spec_decode(model, kv, prompt, Sampler(), 40, (), draft, None, counters))
     assert (counters.accepted == 0) == wrong and model.experts.routes is None
     uses = sum(total for (layer, _), total in model.experts.counts().items() if layer < model.config.num_layers)
@@ -293,20 +293,20 @@ def test_only_accepted_tokens_are_learned_from(load, wrong):
 
 
 def test_ngrams_take_the_longest_match_and_of_equals_the_latest():
-    source = NgramSource()
+    source = NgramProposer()
     text = [1, 2, 3, 4, 9, 8, 3, 4, 7, 7, 3, 4]
     assert source.offer(text, 3) == ("n-gram", [7, 7, 3])
     assert source.offer([*text, 9, 8, 3, 4], 2) == ("long n-gram", [7, 7])
-    assert NgramSource().offer([5, 6, 7], 4) == ("n-gram", [])
-    assert NgramSource().offer([5], 4) == ("n-gram", [])
-    assert NgramSource().offer([5, 5, 5, 5, 5], 2)[1] == [5]  # what stands behind it, not more
+    assert NgramProposer().offer([5, 6, 7], 4) == ("n-gram", [])
+    assert NgramProposer().offer([5], 4) == ("n-gram", [])
+    assert NgramProposer().offer([5, 5, 5, 5, 5], 2)[1] == [5]  # what stands behind it, not more
 
 
 def test_an_index_that_grows_equals_a_new_one():
-    drawn, source, text = random.Random(1), NgramSource(), []
+    drawn, source, text = random.Random(1), NgramProposer(), []
     for _ in range(300):
         text.append(drawn.randrange(4))
-        assert source.offer(text, 5) == NgramSource().offer(text, 5)
+        assert source.offer(text, 5) == NgramProposer().offer(text, 5)
 
 
 # --- heads that are missing, broken or weak ---------------------------------------------------------------------------
@@ -359,7 +359,7 @@ def test_its_own_embedding_and_head_are_used(load, tmp_path):
     tensors["model.layers.5.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
     safetensors.torch.save_file(tensors, tmp_path / "s" / "model.safetensors")
     model = load(tmp_path / "s", DRAFT="auto").model
-    kv = KvState(model.config, 60)
+    kv = KvCache(model.config, 60)
     hidden = hidden_rows(model, kv, REF["seq"])
     s = mtp(model, [(REF["seq"][1:], kv)], hidden[:-1])
     assert mtp_logits(model, s).argmax(-1).tolist() == [(i + 1) % 512 for i in REF["mtp"]["argmax"]]

@@ -4,12 +4,12 @@ import pytest
 import torch
 
 import generate.engine
-from forward.kv_cache import KvState
+from forward.kv_cache import KvCache
 from forward.step import step, step_all, step_last
-from generate.draft import Drafter, MtpSource, mtp_guesses
-from generate.draft_length import Governor
+from generate.draft import Drafter, MtpProposer, mtp_guesses
+from generate.draft_length import DraftLength
 from generate.engine import Engine, HeadRows
-from generate.kv_rows import LatentCache
+from generate.kv_rows import BatchKvCache
 from generate.tools.row_state import Tool
 from settings import EMBEDDED_SNAPSHOT
 from tests.conftest import FIXTURES, read_json, reference
@@ -85,7 +85,7 @@ class Watched:
         if drafter:
             monkeypatch.setattr(generate.engine, "Drafter", drafter)
         self.engine, self.forwards, self.states = Engine(model, Numbers(), **options), [], []
-        plain, clone = self.engine.rows.forward, LatentCache.clone
+        plain, clone = self.engine.rows.forward, BatchKvCache.clone
 
         def forward(ids, *more):
             self.forwards.append([len(of_row) for of_row in ids])
@@ -97,7 +97,7 @@ class Watched:
             return out
 
         self.engine.rows.forward = forward
-        monkeypatch.setattr(LatentCache, "clone", remembered)
+        monkeypatch.setattr(BatchKvCache, "clone", remembered)
         self.steps = None
 
     def run(self, **options):
@@ -205,7 +205,7 @@ def test_rows_that_say_the_same_stay_together(load, monkeypatch):
     """Rows at different places ask for more experts; one that alone makes a guess would part them for good."""
     model = load(EMBEDDED_SNAPSHOT, DRAFT="auto").model
 
-    class FirstAlone(Governor):
+    class FirstAlone(DraftLength):
         def choose(self, offers, *more):
             most = min(2, offers[0].get("MTP", 0))
             return [("MTP", most) if most else (None, 0), *[(None, 0)] * (len(offers) - 1)]
@@ -214,7 +214,7 @@ def test_rows_that_say_the_same_stay_together(load, monkeypatch):
     watched.engine.governor = FirstAlone()
     list(watched.engine.generate(TINY["prompt_ids"], num_samples=4, max_tokens=30, temperature=0))
     assert len(watched.forwards) < 25 and all(len(set(tokens)) == 1 for tokens in watched.forwards)
-    drafter = Drafter(model, KvState(model.config, 9), Governor())
+    drafter = Drafter(model, KvCache(model.config, 9), DraftLength())
     choices, offers = [("MTP", 3), (None, 0), ("MTP", 1)], [{"MTP": 4}] * 3
     wanted = [([7, 1, 2], 9, 1), ([7, 1, 2], 9, 1), ([8, 1, 2], 9, 1)]
     assert drafter.together(choices, offers, wanted, 7) == [("MTP", 3), ("MTP", 3), ("MTP", 1)]
@@ -328,8 +328,8 @@ def test_heads_of_several_rows_guess_as_each_alone(load):
     model = load(EMBEDDED_SNAPSHOT, DRAFT="auto").model
     text, rows = TINY["full_ids"], []
     for length in (20, 33, 47):
-        kv = KvState(model.config, 100)
-        drafter = Drafter(model, kv, Governor("3"))
+        kv = KvCache(model.config, 100)
+        drafter = Drafter(model, kv, DraftLength("3"))
         step(model, [(text[: length - 5], kv)], on_hidden=drafter.follow)
         step(model, [(text[length - 5 : length], kv)], on_hidden=drafter.follow)
         rows.append((drafter.rows[0].mtp, text[: length + 1], 1 + length % 5))
@@ -346,23 +346,23 @@ def test_heads_of_several_rows_guess_as_each_alone(load):
 
 
 def test_a_clone_drafts_as_the_source_it_came_from(model):
-    kv = KvState(model.config, 40)
-    drafter = Drafter(model, kv, Governor("4"))
+    kv = KvCache(model.config, 40)
+    drafter = Drafter(model, kv, DraftLength("4"))
     step(model, [(PROMPT, kv)], on_hidden=drafter.follow)
-    cache = LatentCache([kv]).clone(2, 40)
+    cache = BatchKvCache([kv]).clone(2, 40)
     both = drafter.clone(cache, PROMPT)
     ids = [*PROMPT, 7]
     assert both.propose_rows([(ids, 4, 1), ([*PROMPT, 9], 2, 1)])[0] == drafter.propose(ids, 4)
     assert both.rows[0].ngrams.places is not both.rows[1].ngrams.places
     both.keep([1])
     assert [row.kv for row in both.rows] == [cache.states[1]]
-    assert isinstance(both.rows[0].mtp, MtpSource) and both.rows[0].mtp.kv is cache.states[1]
+    assert isinstance(both.rows[0].mtp, MtpProposer) and both.rows[0].mtp.kv is cache.states[1]
 
 
 @pytest.mark.parametrize("chunk", [4, 1024])
 def test_logits_of_the_last_tokens_alone(load, chunk):
     model = load(FIXTURES / NAME, PREFILL_CHUNK=chunk).model
-    a, b = (KvState(model.config, 30) for _ in range(2))
+    a, b = (KvCache(model.config, 30) for _ in range(2))
     others = [state.clone() for state in (a, b)]
     whole = step_all(model, [(PROMPT, a), (PROMPT[:5], b)])
     some = step_last(model, [(PROMPT, others[0]), (PROMPT[:5], others[1])], [6, 2])

@@ -6,16 +6,15 @@ import pytest
 import torch
 
 from errors import Refused
-from forward.kv_cache import KvState
+from forward.kv_cache import KvCache
 from forward.step import step_all, step_hidden
 from generate.draft import Drafter
-from generate.draft_length import Governor
+from generate.draft_length import DraftLength
 from generate.engine import Engine
-from generate.kv_slots import Slot, choose
+from generate.kv_slots import KvSlot, choose
 from generate.sampler import token_logprobs
-from generate.scheduler import Finished, Prefilled, Request, Started, Token
-from generate.score import Request as ScoreRequest
-from generate.score import score_requests
+from generate.scheduler import Finished, NewToken, Prefilled, Request, Started
+from generate.score import ScoreRequest, score_requests
 from load.model import load_model, open_snapshot
 from settings import EMBEDDED_SNAPSHOT, Settings
 from tests.conftest import FIXTURES, read_json
@@ -60,10 +59,10 @@ def test_who_comes_and_goes_changes_nothing(serve, expected):
     scheduler, requests, heard = serve(DRAFT="3"), list(expected), {}
 
     def arrive(event):
-        if isinstance(event, Token):
+        if isinstance(event, NewToken):
             if len(heard) < len(requests):
                 submit(requests[len(heard)])
-            if requests.index(event.job.request) % 3 == 1 and len(heard[event.job.request].of(Token)) == 3:
+            if requests.index(event.job.request) % 3 == 1 and len(heard[event.job.request].of(NewToken)) == 3:
                 event.job.cancel()
 
     def submit(request):
@@ -97,7 +96,7 @@ def test_few_tokens_or_none(serve, expected, most):
     scheduler = serve(DRAFT="3")
     heard = ask(scheduler, Request(PROMPT, most))
     assert len(heard.ids()) == most and heard.reason() == "length"
-    assert [type(e) for e in heard.events] == [Started, Prefilled, *[Token] * most, Finished]
+    assert [type(e) for e in heard.events] == [Started, Prefilled, *[NewToken] * most, Finished]
 
 
 @pytest.mark.parametrize("draft", ["0", "3"])
@@ -111,7 +110,7 @@ def test_samples_are_those_of_the_engine_for_rows(serve, draft):
     assert len(heard.of(Started)) == len(heard.of(Prefilled)) == 1 and len(other.ids()) == 9
     assert scheduler.numbers()["prompt_rows"] <= len(PROMPT) + 5  # read in once
 
-    heard = ask(scheduler, request, 4, lambda e: e.job.cancel(1) if isinstance(e, Token) else None)
+    heard = ask(scheduler, request, 4, lambda e: e.job.cancel(1) if isinstance(e, NewToken) else None)
     assert [heard.ids(row) == rows[row][len(PROMPT) :] for row in range(4)] == [True, False, True, True]
     assert heard.reason(1) == "cancelled" and len(heard.ids(1)) <= 1
 
@@ -136,7 +135,7 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(serve):
     long = Request(tuple(range(300)), 4)
 
     def count(event):
-        if isinstance(event, Token):
+        if isinstance(event, NewToken):
             forwards.setdefault(event.job.request, []).append(counters.forwards)
             if event.job.request is short:
                 rows.append(read[-1] - read[-2])
@@ -201,8 +200,8 @@ def test_the_head_follows_prompts_in_pieces(load):
     model = load(EMBEDDED_SNAPSHOT, DRAFT="auto").model
     text, states = TINY["full_ids"], []
     for pieces in [[60], [10, 30, 3, 17], [3, 5, 20, 32], [1] * 20 + [40]]:
-        kv = KvState(model.config, 80)
-        drafter, at = Drafter(model, kv, Governor("3")), 0
+        kv = KvCache(model.config, 80)
+        drafter, at = Drafter(model, kv, DraftLength("3")), 0
         for count in pieces:
             model.experts.verify() if count % 2 else None
             step_with(model, drafter, text[at : at + count], kv)
@@ -254,17 +253,17 @@ def test_logprobs_equal_those_of_score(serve):
     ask(scheduler, Request(PROMPT, 1)).wait()
     heard = ask(scheduler, request).wait()
     other = ask(scheduler, Request(PROMPT, 9, 1.2, seed=3))
-    assert heard.ids() == other.ids() and all(e.logprob is e.top is None for e in other.of(Token))
+    assert heard.ids() == other.ids() and all(e.logprob is e.top is None for e in other.of(NewToken))
     [prefilled], [started] = heard.of(Prefilled), heard.of(Started)
     assert started.cached_tokens == 0  # what is remembered has no log-probabilities
-    entries = [*prefilled.prompt_logprobs, *((e.id, e.logprob, e.top) for e in heard.of(Token))]
+    entries = [*prefilled.prompt_logprobs, *((e.id, e.logprob, e.top) for e in heard.of(NewToken))]
     text = [*PROMPT, *heard.ids()]
     assert [id for id, _, _ in entries] == text and entries[0][1:] == (None, None)
     scheduler.close()
 
     requests = [ScoreRequest(tuple(text[:i]), (text[i],)) for i in range(1, len(text))]
     scores = dict(score_requests(scheduler.model, requests, 2048))
-    logits = step_all(scheduler.model, [(text, KvState(scheduler.config, 40))])
+    logits = step_all(scheduler.model, [(text, KvCache(scheduler.config, 40))])
     for i, (id, logprob, top) in enumerate(entries[1:]):
         assert logprob == pytest.approx(scores[i].logprob, abs=1e-5)
         best = sorted(range(VOCAB), key=lambda t: (-float(logits[i][t]), t))[:3]
@@ -334,7 +333,7 @@ def test_a_busy_slot_gives_its_beginning(serve):
     heard, then = Heard(), Heard()
 
     def join(event):
-        if isinstance(event, Token) and len(heard.of(Token)) == 5:
+        if isinstance(event, NewToken) and len(heard.of(NewToken)) == 5:
             scheduler.submit(other, then)
 
     other = Request((*PROMPT, 77, 78), 8)
@@ -348,7 +347,7 @@ def test_a_busy_slot_gives_its_beginning(serve):
 
 def test_which_slots_are_taken(load):
     model = load(FIXTURES / NAME).model
-    slots = [Slot(model, 30) for _ in range(3)]
+    slots = [KvSlot(model, 30) for _ in range(3)]
     for used, (slot, ids) in enumerate(zip(slots, ([1, 2, 3, 4, 5, 6], [1, 2, 9], [7, 7, 7, 7]), strict=True), 1):
         slot.ids, slot.kv.length, slot.used = [*ids, 0], len(ids), used
     a, b, c = slots
@@ -408,7 +407,7 @@ def test_every_slot_is_planned_for(load):
 
 def test_taking_over_positions(load):
     model = load(FIXTURES / NAME, DRAFT="auto").model
-    kv, other = KvState(model.config, 30), KvState(model.config, 20)
+    kv, other = KvCache(model.config, 30), KvCache(model.config, 20)
     step_all(model, [(list(PROMPT), kv)])
     other.take(kv, 7)
     assert other.length == 7 and torch.equal(other.latents[:-1, :7], kv.latents[:-1, :7])

@@ -8,7 +8,7 @@ import safetensors.torch
 
 from errors import Refused
 from generate.request import QueueFull
-from generate.scheduler import Finished, Prefilled, Request, Started, Token
+from generate.scheduler import Finished, NewToken, Prefilled, Request, Started
 from load.model import load_model
 from settings import EMBEDDED_SNAPSHOT, Settings
 from tests.conftest import FIXTURES, read_json
@@ -125,7 +125,7 @@ def test_cancel_while_a_prompt_is_read_in_stops_within_a_layer(serve, monkeypatc
     other = ask(scheduler, Request(PROMPT, 20, 1.0))
     long = Request(tuple(range(300)), 4)
     scheduler.submit(long, heard)
-    assert heard.reason() == "cancelled" and not heard.of(Token) and not heard.of(Prefilled)
+    assert heard.reason() == "cancelled" and not heard.of(NewToken) and not heard.of(Prefilled)
     big = [layer for layer, rows in layers if rows > 20]
     assert big[-1] == 2 and big.count(1) == big.count(2) == big.count(3) + 1  # not a layer more
     monkeypatch.setattr(scheduler.batch, "watch", plain)
@@ -142,7 +142,7 @@ def test_cancel_while_a_prompt_is_read_in_stops_within_a_layer(serve, monkeypatc
 
 def test_cancel_in_the_queue_and_between_tokens(serve):
     scheduler = serve(1, DRAFT="3")
-    first = Heard(1, lambda e: e.job.cancel() if isinstance(e, Token) and len(first.of(Token)) == 3 else None)
+    first = Heard(1, lambda e: e.job.cancel() if isinstance(e, NewToken) and len(first.of(NewToken)) == 3 else None)
     scheduler.submit(Request(PROMPT, 500), first)
     waiting = ask(scheduler, Request(PROMPT, 5))
     waiting.job.cancel()
@@ -160,7 +160,7 @@ def test_cancel_from_another_thread(serve):
     scheduler = serve(2, DRAFT="0")
     heard = ask(scheduler, Request(PROMPT, 1500))
     deadline = time.monotonic() + SECONDS
-    while len(heard.of(Token)) < 5 and time.monotonic() < deadline:
+    while len(heard.of(NewToken)) < 5 and time.monotonic() < deadline:
         time.sleep(0.005)
     heard.job.cancel()
     assert heard.reason() == "cancelled" and 5 <= len(heard.ids()) < 1500
@@ -171,7 +171,7 @@ def test_a_listener_that_raises_loses_its_job_alone(serve, expected):
     request = next(iter(expected))
 
     def broken(event):
-        if isinstance(event, Token):
+        if isinstance(event, NewToken):
             raise OSError("gone")
 
     bad, good = ask(scheduler, Request(PROMPT, 100), then=broken), ask(scheduler, request)
@@ -185,7 +185,7 @@ def test_close_ends_everything_at_once(serve):
     heard = [ask(scheduler, Request(PROMPT, 1500)) for _ in range(4)]
     heard.append(ask(scheduler, Request(tuple(range(500)), 1500, num_samples=2), 2))
     deadline = time.monotonic() + SECONDS
-    while not heard[0].of(Token) and time.monotonic() < deadline:
+    while not heard[0].of(NewToken) and time.monotonic() < deadline:
         time.sleep(0.005)
     scheduler.close()
     assert not scheduler.thread.is_alive()
@@ -197,7 +197,7 @@ def test_close_ends_everything_at_once(serve):
 
 def test_a_listener_may_close(serve):
     scheduler = serve(1)
-    heard = ask(scheduler, Request(PROMPT, 1500), then=lambda e: scheduler.close() if isinstance(e, Token) else None)
+    heard = ask(scheduler, Request(PROMPT, 1500), then=lambda e: scheduler.close() if isinstance(e, NewToken) else None)
     assert heard.reason() == "cancelled"
     scheduler.thread.join(SECONDS)
     assert not scheduler.thread.is_alive()

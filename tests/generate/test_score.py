@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from generate.score import Request, ScoreCounters, make_waves, score_requests, shared_length
+from generate.score import ScoreCounters, ScoreRequest, make_waves, score_requests, shared_length
 from settings import EMBEDDED_SNAPSHOT
 from tests.conftest import FIXTURES, ORACLES, read_json, reference
 
@@ -45,7 +45,7 @@ def test_every_split_of_a_fixture_equals_its_log_probabilities(name, max_positio
     ref, _ = reference(name)
     seq, following = ref["seq"], ref["teacher"]["logprob_next"]
     splits = [(1, 48), (12, 48), (12, 13), (12, 20), (12, 12), (30, 41), (47, 48)]
-    requests = [Request(tuple(seq[:a]), tuple(seq[a:b])) for a, b in splits]
+    requests = [ScoreRequest(tuple(seq[:a]), tuple(seq[a:b])) for a, b in splits]
     model = load(oracle_folder(name), cap=2).model
     scores = dict(score_requests(model, requests, max_positions))
     for i, (a, b) in enumerate(splits):
@@ -57,14 +57,14 @@ def test_every_split_of_a_fixture_equals_its_log_probabilities(name, max_positio
 def test_every_token_of_a_fixture_to_1e_4(name, oracle_folder, load):
     ref, _ = reference(name)
     seq = ref["seq"]
-    requests = [Request(tuple(seq[:i]), (seq[i],)) for i in range(1, len(seq))]
+    requests = [ScoreRequest(tuple(seq[:i]), (seq[i],)) for i in range(1, len(seq))]
     scores = dict(score_requests(load(oracle_folder(name)).model, requests, 2048))
     assert [scores[i].logprob for i in range(47)] == pytest.approx(ref["teacher"]["logprob_next"], abs=1e-4)
 
 
 def test_every_token_of_the_embedded_model_equals_transformers_to_1e_4(load):
     full, following = TINY["full_ids"], TINY["logprob_next"]
-    requests = [Request(tuple(full[:i]), (full[i],)) for i in range(1, len(full))]
+    requests = [ScoreRequest(tuple(full[:i]), (full[i],)) for i in range(1, len(full))]
     scores = dict(score_requests(load(EMBEDDED_SNAPSHOT).model, requests, 1024))
     assert [scores[i].logprob for i in range(len(following))] == pytest.approx(following, abs=1e-4)
 
@@ -102,7 +102,7 @@ def test_four_choices_of_one_context_cost_little_more_than_one(load, monkeypatch
     model = load(FIXTURES / "glm_moe_dsa").model
     for choices in (1, 4):
         rows, counters = count_rows(monkeypatch), ScoreCounters()
-        requests = [Request(context, (7 + i, 8, 9, 10)) for i in range(choices)]
+        requests = [ScoreRequest(context, (7 + i, 8, 9, 10)) for i in range(choices)]
         assert len(dict(score_requests(model, requests, 4096, counters))) == choices
         totals.append(sum(rows))
         assert counters.context_rows + counters.continuation_rows == sum(rows)
@@ -114,7 +114,7 @@ def test_what_contexts_begin_alike_with_goes_through_once(load, monkeypatch):
     """As examples before questions: 5 contexts that share 30 ids, at 24 rows a sweep. The scores are the same."""
     seq = reference("glm_moe_dsa")[0]["seq"]
     contexts = [(*seq[:30], 9 + i, 8, 7) for i in range(4)] + [tuple(seq[:31])]
-    requests = [Request(context, (5 + i, 6, 4)) for context in contexts for i in range(2)]
+    requests = [ScoreRequest(context, (5 + i, 6, 4)) for context in contexts for i in range(2)]
     alone = load(FIXTURES / "glm_moe_dsa").model
     expected = {}
     for i, request in enumerate(requests):
@@ -150,7 +150,7 @@ def test_a_group_that_does_not_fit_goes_in_parts(load, monkeypatch):
     """Eight choices of a context of 40 positions: what fits goes together, and the numbers are the same."""
     context = tuple(reference("glm_moe_dsa")[0]["seq"][:40])
     model = load(FIXTURES / "glm_moe_dsa").model
-    requests = [Request(context, (7 + i, 8, 9, 10)) for i in range(8)]
+    requests = [ScoreRequest(context, (7 + i, 8, 9, 10)) for i in range(8)]
     expected = dict(score_requests(model, requests, 4096))
     for max_positions, parts in [(344, [24]), (343, [21, 3]), (43 * 3, [9, 9, 6]), (43, [3] * 8)]:
         rows = count_rows(monkeypatch)
@@ -167,19 +167,19 @@ def test_one_sweep_over_the_experts_serves_many_requests(load, monkeypatch):
     monkeypatch.setattr(
         type(model.experts), "request", lambda self, layer, *rest: asked.append(layer) or plain(self, layer, *rest)
     )
-    requests = [Request((i, i + 1, i + 2), (5, 6, 7)) for i in range(30)]
+    requests = [ScoreRequest((i, i + 1, i + 2), (5, 6, 7)) for i in range(30)]
     dict(score_requests(model, requests, 4096))
     assert asked == [1, 2, 3, 4] * 2  # all contexts, all continuations
 
 
 def test_waves_keep_within_their_positions():
-    requests = [Request((1,) * n, (2,) * m) for n, m in [(10, 3), (5, 1), (30, 2), (2, 2), (2, 2)]]
+    requests = [ScoreRequest((1,) * n, (2,) * m) for n, m in [(10, 3), (5, 1), (30, 2), (2, 2), (2, 2)]]
     groups = {request.context: [i] for i, request in enumerate(requests[:4])}
     groups[requests[4].context].append(4)
     waves = [[indices for _, indices in wave] for wave in make_waves(groups, requests, 20)]
     assert waves == [[[0], [1]], [[2]], [[3, 4]]]
     many = {(i,): [0] for i in range(150)}  # the logits after their contexts are held together
-    assert [len(wave) for wave in make_waves(many, [Request((0,), (1,))], 10_000)] == [64, 64, 22]
+    assert [len(wave) for wave in make_waves(many, [ScoreRequest((0,), (1,))], 10_000)] == [64, 64, 22]
 
 
 def test_output_is_in_input_order_with_groups_and_json_between(score_lines):
@@ -206,10 +206,10 @@ def test_spaces_at_the_end_of_a_context_belong_to_the_continuation(score_lines):
 
 def test_every_character_of_a_continuation_is_scored(load):
     """A word cut in two is one piece when it is encoded whole: the second half must not vanish."""
-    from modes.score import RequestReader
+    from modes.score import ScoreFileReader
     from settings import Settings
 
-    reader = RequestReader(Settings.read([], {"PREFIX": "0"}), load(EMBEDDED_SNAPSHOT))
+    reader = ScoreFileReader(Settings.read([], {"PREFIX": "0"}), load(EMBEDDED_SNAPSHOT))
     text = "And it came to pass in those days, that there went out a decree from the king over the waters"
     for at in range(1, len(text)):
         request = reader.read(json.dumps({"context": text[:at], "continuation": text[at:]}))

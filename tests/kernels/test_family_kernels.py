@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from kernels import reference
-from kernels.packing import FORMATS, MXFP4, Weight, Within, view_weight
-from kernels.reference import ClampedGates
+from kernels.packing import FORMATS, MXFP4, RowSelection, Weight, view_weight
+from kernels.reference import ClampedSwiGlu
 from snapshot.rope import plain_frequencies
 from tests.kernels.test_kernels import kernels, randn, weights_of  # noqa: F401
 
@@ -113,7 +113,7 @@ def clamped_case(fmt, hidden=96, width=64, experts=5):
         for e in range(experts)
     ]
     biases = randn(experts, width, seed=7), randn(experts, width, seed=8), randn(experts, hidden, seed=9)
-    return three, ClampedGates(*biases, limit=2.5, alpha=1.702)
+    return three, ClampedSwiGlu(*biases, limit=2.5, alpha=1.702)
 
 
 @pytest.mark.parametrize("name", ["f32", "bf16", "mxfp4", "int4-g64"])
@@ -135,7 +135,7 @@ def test_clamped_gates(kernels, name):  # noqa: F811
     torch.testing.assert_close(out, expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max()))
     for native in kernels.values():
         outputs = native.expert_outputs(torch.empty(40, 96), x, three, starts, rows, torch.arange(40), gates)
-        alone = ClampedGates(gates.gate_bias[3:4], gates.up_bias[3:4], gates.down_bias[3:4], gates.limit, gates.alpha)
+        alone = ClampedSwiGlu(gates.gate_bias[3:4], gates.up_bias[3:4], gates.down_bias[3:4], gates.limit, gates.alpha)
         at = slice(int(starts[3]), int(starts[4]))
         one = native.expert_outputs(
             torch.empty(3, 96), x, three[3:4], starts[3:5] - starts[3], rows[at], torch.arange(3), alone
@@ -156,7 +156,7 @@ def test_every_other_row_of_a_matrix(kernels, name, count):  # noqa: F811
     buffer, at = torch.cat(parts), parts[0].numel()
     dtype = whole.scales.dtype if fmt.has_scales else torch.float32
     for first in (0, 1):
-        half = view_weight(buffer, fmt, 10, 128, 0, at, dtype, within=Within(first, 2, 20))
+        half = view_weight(buffer, fmt, 10, 128, 0, at, dtype, within=RowSelection(first, 2, 20))
         for native in kernels.values():
             assert torch.equal(native.linear(x, half), native.linear(x, whole)[:, first::2])
 

@@ -10,8 +10,8 @@ from kernels.packing import (
     INTEGERS,
     MXFP4,
     SEARCH,
+    RowSelection,
     Weight,
-    Within,
     grouped,
     pack,
     pack_rows,
@@ -171,7 +171,7 @@ def test_a_matrix_within_a_larger_one():
         lying = (matrix.T if is_transposed else matrix).contiguous()
         buffer = torch.cat([torch.zeros(8), lying.flatten()]).view(torch.uint8)
         for first in (0, 1):
-            within = Within(first, 2, 12, is_transposed)
+            within = RowSelection(first, 2, 12, is_transposed)
             weight = view_weight(buffer, FORMATS["f32"], 6, 8, 32, within=within)
             assert torch.equal(weight.widen(), matrix[first::2]) and weight.rows == 6
             rest = view_weight(buffer, FORMATS["f32"], 3, 8, 32, within=within.after(2))

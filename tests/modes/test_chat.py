@@ -16,15 +16,15 @@ import torch
 
 import colibri
 from errors import Refused
-from forward.kv_cache import KvState
+from forward.kv_cache import KvCache
 from forward.step import step
 from generate.decode import spec_decode
 from generate.draft import Drafter
-from generate.draft_length import Governor
+from generate.draft_length import DraftLength
 from generate.sampler import Sampler
 from machine.exit import Terminated
 from modes import chat
-from modes.chat import Chat, History, StopKey, Stopped
+from modes.chat import Chat, ChatHistory, PrefillStopped, StopKey
 from scripts import chat_cli
 from settings import EMBEDDED_SNAPSHOT, Settings
 from snapshot.config import read_config
@@ -46,7 +46,7 @@ os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
 
 def history_of(ctx=1024, **variables):
     settings = Settings.read([], {name: str(value) for name, value in variables.items()})
-    return History(settings, CONFIG, TOKENIZER, ctx)
+    return ChatHistory(settings, CONFIG, TOKENIZER, ctx)
 
 
 class Dialogue:
@@ -56,7 +56,7 @@ class Dialogue:
         variables = {"TEMP": 0, "NGEN": 12, "CTX": 512} | variables
         loaded = load(EMBEDDED_SNAPSHOT, **variables)
         settings = Settings.read([], {name: str(value) for name, value in variables.items()})
-        self.history = History(settings, loaded.config, TOKENIZER, loaded.context)
+        self.history = ChatHistory(settings, loaded.config, TOKENIZER, loaded.context)
         self.chat, self.model, self.rows = Chat(settings, loaded, TOKENIZER), loaded.model, []
         advance = self.chat.kv.advance
 
@@ -77,7 +77,7 @@ class Dialogue:
 
     def fresh(self, ids, num_tokens=12):
         """The greedy answer of a state that remembers nothing."""
-        kv = KvState(self.model.config, len(ids) + num_tokens)
+        kv = KvCache(self.model.config, len(ids) + num_tokens)
         return TOKENIZER.decode(list(spec_decode(self.model, kv, ids, Sampler(), num_tokens, self.chat.stop_ids)))
 
 
@@ -121,8 +121,8 @@ def test_the_head_remembers_the_turns_before(load):
     kv, model = dialogue.chat.kv, dialogue.model
     known = kv.mtp_length
     assert kv.mtp_base == 0 and known > len(ids)
-    whole = KvState(model.config, 512)
-    step(model, [(dialogue.chat.ids[: known + 1], whole)], on_hidden=Drafter(model, whole, Governor("3")).follow)
+    whole = KvCache(model.config, 512)
+    step(model, [(dialogue.chat.ids[: known + 1], whole)], on_hidden=Drafter(model, whole, DraftLength("3")).follow)
     assert whole.mtp_length == known
     assert torch.equal(kv.latents[model.config.num_layers, :known], whole.latents[model.config.num_layers, :known])
     dialogue.history.clear()
@@ -155,7 +155,7 @@ def test_a_question_stopped_while_it_is_read_in_leaves_the_state_whole(load):
     dialogue = Dialogue(load, PREFILL_CHUNK=8, DRAFT="4")
     dialogue.turn("Who art thou?")
     ids = dialogue.history.ask("Tell me of the king, and of the house of the king, and of his brother, and of all.")
-    with pytest.raises(Stopped):
+    with pytest.raises(PrefillStopped):
         dialogue.chat.reply(ids, PressAfter(8), pytest.fail)  # in the second chunk
     dialogue.history.take_back()
     kv = dialogue.chat.kv
@@ -219,7 +219,7 @@ def test_thoughts_are_whole_in_the_history(text, rendered):
 def test_the_prefix_comes_before_a_template_without_it(text_folder):
     (text_folder / "chat_template.jinja").write_text("{{ messages[-1].content }}:")
     tokenizer, settings = TextTokenizer(text_folder, CONFIG), Settings.read([], {})
-    history = History(settings, CONFIG, tokenizer, 100)
+    history = ChatHistory(settings, CONFIG, tokenizer, 100)
     assert tokenizer.decode(history.ask("Speak")) == "[gMASK]<sop>Speak:"
 
 
@@ -302,7 +302,7 @@ def test_variables_of_other_modes_are_said_to_do_nothing(run_chat):
 def test_bad_usage_is_one_line_and_exit_2_before_any_weight_is_read(
     run_chat, monkeypatch, tmp_path, arguments, variables, message
 ):
-    monkeypatch.setattr("snapshot.dense.ResidentTensors.load", lambda *rest: pytest.fail("weights were read"))
+    monkeypatch.setattr("snapshot.dense.DenseTensors.load", lambda *rest: pytest.fail("weights were read"))
     templates = {"bare": None, "failing": "{{ 1 / 0 }}", "silent": "{# nothing #}"}
     if variables.get("SNAP") in templates:
         template, variables = templates[variables["SNAP"]], {"SNAP": str(tmp_path / "snap"), "PREFIX": 0}

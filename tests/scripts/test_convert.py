@@ -15,14 +15,14 @@ import torch
 
 import colibri
 from experts.disk import PAGE, ExpertDisk
-from forward.kv_cache import KvState
+from forward.kv_cache import KvCache
 from forward.step import step_logprobs
 from kernels.packing import FORMATS, quantise_blocks
 from load import model as load_module
 from scripts import convert
 from settings import Settings
 from snapshot.config import read_config
-from snapshot.dense import ResidentTensors, read_tensor, read_weight
+from snapshot.dense import DenseTensors, read_tensor, read_weight
 from snapshot.formats import StoredWeight
 from snapshot.index import read_header, read_index
 from snapshot.reader import Reader
@@ -46,7 +46,7 @@ def dequantised(container, out):
     """The same model with every matrix widened to F32, under its own names."""
     config, family = read_config(container)
     index, reader, tensors = read_index(container), Reader(), {}
-    resident, disk = ResidentTensors(config, family, index), ExpertDisk(config, family, index, reader)
+    resident, disk = DenseTensors(config, family, index), ExpertDisk(config, family, index, reader)
     for name, stored in resident.stored.items():
         is_matrix = isinstance(stored, StoredWeight)
         tensors[name] = read_weight(reader, stored).widen().clone() if is_matrix else read_tensor(reader, stored)
@@ -218,7 +218,7 @@ def test_every_mode_runs_on_every_format(name, tmp_path, load, monkeypatch, caps
     reference = {"prompt_ids": prompt, "full_ids": full, "tf_pred": predicted}
     (tmp_path / "ref.json").write_text(json.dumps(reference))
     (tmp_path / "requests.txt").write_text(f"{len(prompt)} 8 {' '.join(map(str, full))}\n")
-    logprobs, _ = step_logprobs(model, [(full[:-1], KvState(model.config, len(full)))], full[1:])
+    logprobs, _ = step_logprobs(model, [(full[:-1], KvCache(model.config, len(full)))], full[1:])
 
     opened, plain_open = [], load_module.open_snapshot
     monkeypatch.setattr(

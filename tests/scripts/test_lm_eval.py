@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 from tokenizers import Tokenizer, processors
 
-from dev.evaluation import Evaluation, Options, cut_at
+from dev.evaluation import Evaluation, EvaluationOptions, cut_at
 from errors import Refused
 from scripts import lm_eval_model
 from settings import EMBEDDED_SNAPSHOT, Settings
@@ -131,7 +131,7 @@ def test_what_does_not_fit_is_cut_on_the_left_and_said(evaluation, capfd):
     with pytest.raises(Refused, match=r"a continuation of \d+ tokens does not fit CTX=16"):
         e.loglikelihood([("The", LONG)])
     with pytest.raises(Refused, match=r"a answer of 256 tokens does not fit CTX=16"):
-        e.generate([("The", Options())])
+        e.generate([("The", EvaluationOptions())])
 
 
 # --- answers ----------------------------------------------------------------------------------------------------------
@@ -144,12 +144,12 @@ def test_the_greedy_answer_is_the_reference(evaluation):
     prompt, answer = TINY["prompt_ids"], TINY["full_ids"][n:]
     assert e.prefix + e.tokenizer.encode(e.tokenizer.decode(prompt[len(e.prefix) :])) == prompt
     text = e.tokenizer.decode(prompt[len(e.prefix) :])
-    assert e.generate([(text, Options(max_tokens=len(answer)))]) == [e.tokenizer.decode(answer)]
+    assert e.generate([(text, EvaluationOptions(max_tokens=len(answer)))]) == [e.tokenizer.decode(answer)]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_answers_do_not_depend_on_company_or_order(evaluation, temperature):
-    options = Options(max_tokens=12, temperature=temperature, nucleus=0.9)
+    options = EvaluationOptions(max_tokens=12, temperature=temperature, nucleus=0.9)
     e = evaluation()
     alone = [e.generate([(prompt, options)])[0] for prompt in PROMPTS]
     assert e.generate([(prompt, options) for prompt in PROMPTS]) == alone
@@ -157,7 +157,7 @@ def test_answers_do_not_depend_on_company_or_order(evaluation, temperature):
 
 
 def test_the_same_request_again_is_another_sample(evaluation):
-    options = Options(max_tokens=12, temperature=1.0)
+    options = EvaluationOptions(max_tokens=12, temperature=1.0)
     first, second, other = evaluation().generate([("In the", options), ("In the", options), ("Enter", options)])
     assert first != second
     assert evaluation(SEED=4).generate([("In the", options)]) == [second] and other
@@ -173,7 +173,7 @@ def test_a_common_beginning_is_read_in_once(evaluation, monkeypatch):
         return plain(config, pieces)
 
     e, shots = evaluation(), LONG[:200]
-    requests = [(shots + end, Options(max_tokens=1)) for end in (" And", " The", " A", " But")]
+    requests = [(shots + end, EvaluationOptions(max_tokens=1)) for end in (" And", " The", " A", " But")]
     monkeypatch.setattr(forward.layers_forward, "make_chunk", counting)
     assert len(e.generate(requests)) == 4
     assert sum(rows) <= len(e.tokenizer.encode(shots)) + len(e.prefix) + 4 * 2
@@ -181,11 +181,11 @@ def test_a_common_beginning_is_read_in_once(evaluation, monkeypatch):
 
 def test_an_answer_ends_before_the_first_of_its_strings(evaluation):
     e = evaluation()
-    [whole] = e.generate([("In the beginning", Options(max_tokens=24))])
+    [whole] = e.generate([("In the beginning", EvaluationOptions(max_tokens=24))])
     assert len(whole) > 30
     for until in [(whole[9:12],), (whole[20:26], whole[9:14]), (whole[:1],), ("no such words", whole[-3:])]:
         expected = min((whole[: whole.find(stop)] for stop in until if stop in whole), key=len)
-        assert e.generate([("In the beginning", Options(until, max_tokens=24))]) == [expected]
+        assert e.generate([("In the beginning", EvaluationOptions(until, max_tokens=24))]) == [expected]
     assert cut_at("a END b", ("ENDS",)) is None and cut_at("a END b", ("b", "END")) == "a "
 
 
@@ -199,9 +199,9 @@ def test_no_more_is_generated_than_the_string_needs(evaluation, monkeypatch):
         numbers.append(self.numbers()["tokens"])
 
     e = evaluation()
-    [whole] = e.generate([("In the beginning", Options(max_tokens=200))])
+    [whole] = e.generate([("In the beginning", EvaluationOptions(max_tokens=200))])
     monkeypatch.setattr(dev.evaluation.Scheduler, "close", counting)
-    assert e.generate([("In the beginning", Options((whole[4:8],), max_tokens=200))]) == [
+    assert e.generate([("In the beginning", EvaluationOptions((whole[4:8],), max_tokens=200))]) == [
         whole[: whole.find(whole[4:8])]
     ]
     assert numbers[0] < 20
@@ -216,27 +216,27 @@ def test_an_answer_that_breaks_down_is_an_error(evaluation, monkeypatch):
     monkeypatch.setattr(e.loaded.model.experts, "acquire", broken, raising=False)
     monkeypatch.setattr("forward.layers_forward.layer_forward", broken)
     with pytest.raises(Refused, match="an answer failed: expert 3 of layer 1 cannot be read"):
-        e.generate([("In the", Options(max_tokens=4))])
+        e.generate([("In the", EvaluationOptions(max_tokens=4))])
 
 
 @pytest.mark.parametrize(
     ("kwargs", "options"),
     [
-        ({}, Options()),
-        ({"until": "\n", "do_sample": False, "temperature": 0.7}, Options(("\n",))),
-        ({"until": ["a", ""], "max_gen_toks": 7, "max_tokens": 9}, Options(("a",), 7)),
+        ({}, EvaluationOptions()),
+        ({"until": "\n", "do_sample": False, "temperature": 0.7}, EvaluationOptions(("\n",))),
+        ({"until": ["a", ""], "max_gen_toks": 7, "max_tokens": 9}, EvaluationOptions(("a",), 7)),
         ({"until": None, "max_new_tokens": 5, "temperature": 0.5, "top_p": 0.9, "top_k": 4, "num_beams": 1},
-         Options((), 5, 0.5, 0.9, 4)),
+         EvaluationOptions((), 5, 0.5, 0.9, 4)),
     ],
 )  # fmt: skip
 def test_generation_kwargs(kwargs, options):
-    assert Options.read(kwargs) == options
+    assert EvaluationOptions.read(kwargs) == options
 
 
 @pytest.mark.parametrize("kwargs", [{"num_beams": 4}, {"repetition_penalty": 1.2}, {"max_gen_toks": 0}])
 def test_generation_kwargs_that_are_not_known_are_refused(kwargs):
     with pytest.raises(Refused, match="generation_kwargs"):
-        Options.read(kwargs)
+        EvaluationOptions.read(kwargs)
 
 
 def test_the_chat_template(evaluation):
@@ -278,7 +278,7 @@ def test_the_small_tasks_through_lm_eval(evaluation):
     read = last["tasks"]["colibri_read"]
     assert read["word_perplexity,none"] == pytest.approx(math.exp(nats / words), rel=1e-5)
     assert read["byte_perplexity,none"] == pytest.approx(math.exp(nats / num_bytes), rel=1e-5)
-    options = Options((".", ",", ";", "\n"), 8)
+    options = EvaluationOptions((".", ",", ";", "\n"), 8)
     answers = e.generate([(doc["question"], options) for doc in documents("write")])
     hits = [text.split()[0] == doc["answer"] for text, doc in zip(answers, documents("write"), strict=True)]
     assert last["tasks"]["colibri_write"]["exact_match,first_word"] == pytest.approx(sum(hits) / len(hits))
@@ -367,7 +367,7 @@ def test_local_completions_against_a_server_gives_the_same(evaluation, text_fold
     expected = e.loglikelihood(CHOICES)
     assert [logprob for logprob, _ in scores] == pytest.approx([logprob for logprob, _ in expected], abs=1e-4)
     assert [greedy for _, greedy in scores] == [greedy for _, greedy in expected]
-    options = Options((".", ",", ";", "\n"), 8)
+    options = EvaluationOptions((".", ",", ";", "\n"), 8)
     answers = e.generate([(doc["question"], options) for doc in documents("write")])
     assert [text for [[text]] in found["colibri_write"]] == answers
     if not prefix:

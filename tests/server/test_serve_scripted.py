@@ -15,12 +15,12 @@ import pytest
 
 import server.transport.listen
 from experts.cache import CacheCounters
-from generate.request import Job, Prefilled, QueueFull, Started, Token
+from generate.request import Job, NewToken, Prefilled, QueueFull, Started
 from server.app import make_app
 from server.metrics import Metrics
 from server.service import Service
-from server.transport.access import Guard
-from server.transport.listen import Server, open_socket
+from server.transport.access import AccessControl
+from server.transport.listen import HttpServer, open_socket
 from settings import EMBEDDED_SNAPSHOT, Settings
 from snapshot.config import read_config
 from tests.support.server_process import CHAT, LEGACY, Requests, wait_for
@@ -81,7 +81,7 @@ class FakeScheduler:
             else:
                 for token in TOKENIZER.encode(step) if isinstance(step, str) else step:
                     for row in sorted(job.left - job.cancelled):
-                        job.tell(Token(job, row, token, None, None))
+                        job.tell(NewToken(job, row, token, None, None))
         for row in sorted(job.left):
             job.finish(row, "cancelled")
 
@@ -105,8 +105,8 @@ class Scripted(Requests):
         self.sock, self.url = open_socket("127.0.0.1", 0, has_key=False)
         self.port = int(self.url.rpartition(":")[2])
         started = threading.Event()
-        app = make_app(self.service, Guard())
-        self.server = Server(app, self.scheduler.close, started.set)
+        app = make_app(self.service, AccessControl())
+        self.server = HttpServer(app, self.scheduler.close, started.set)
         self.thread = threading.Thread(target=self.server.run, args=([self.sock],))
         self.thread.start()
         assert started.wait(20)
@@ -362,7 +362,7 @@ def test_a_client_that_never_reads_is_dropped(scripted, monkeypatch):
             if job.cancelled:
                 stopped.set()
                 return
-            job.tell(Token(job, 0, 300, None, None))
+            job.tell(NewToken(job, 0, 300, None, None))
             time.sleep(0)
 
     scripted.scheduler.script = [flood, "stop"]

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from experts.cache import CacheCounters
-from generate.scheduler import Finished, Prefilled, QueueFull, Scheduler, Started, Token
+from generate.scheduler import Finished, NewToken, Prefilled, QueueFull, Scheduler, Started
 from server.stdio import frames as stdio_frames
 from server.stdio import pipe as stdio
 from server.stdio.pipe import hit_rate_since, run
@@ -69,7 +69,7 @@ class FakeScheduler:
         listener(Started(job, 0))
         listener(Prefilled(job, None))
         for token in ids[: request.max_tokens]:
-            listener(Token(job, 0, token, None, None))
+            listener(NewToken(job, 0, token, None, None))
         if self.ending == "never":
             return job
         reason, error = self.ending or ("stop" if len(ids) < request.max_tokens else "length", None)

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from errors import MAX_LINE, Refused
 from load.model import load_model, open_snapshot
 from settings import Settings
-from snapshot.config import Fields, read_config
+from snapshot.config import ConfigFields, read_config
 from snapshot.families import glm_moe_dsa
 from snapshot.index import INDEX_FILE, MAX_HEADER_BYTES, read_header
 from snapshot.reader import MAX_TEXT_BYTES
@@ -229,7 +229,7 @@ def test_every_key_of_a_config_absent_or_odd(folder):
             asked.add(key)
             return super().get(key, *default)
 
-    normal = glm_moe_dsa.read_config(Fields(Recording(CONFIG), "config.json"))
+    normal = glm_moe_dsa.read_config(ConfigFields(Recording(CONFIG), "config.json"))
     assert asked <= {*KEYS} | {"type"}
     rope = CONFIG["rope_parameters"]
     for value in [value for value in FIXED if value not in ("@digits", "@deep")]:

@@ -4,7 +4,7 @@ import threading
 
 from generate.engine import naive_generate
 from generate.sampler import Sampler
-from generate.scheduler import Finished, Request, Token
+from generate.scheduler import Finished, NewToken, Request
 from tests.conftest import reference
 
 NAME = "glm_moe_dsa_mtp"
@@ -34,7 +34,7 @@ class Heard:
         return self
 
     def ids(self, row=0):
-        return [e.id for e in self.wait().of(Token, row)]
+        return [e.id for e in self.wait().of(NewToken, row)]
 
     def reason(self, row=0):
         [end] = self.wait().of(Finished, row)

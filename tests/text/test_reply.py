@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from text.harmony import HarmonyReader
-from text.reply import ReplyReader
+from text.harmony import HarmonyParser
+from text.reply import ReplyParser
 from text.stop_strings import StopStrings
-from text.tool_calls import Tools
+from text.tool_calls import ToolSchemas
 
 SCHEMAS = {
     "weather": {
@@ -18,7 +18,7 @@ SCHEMAS = {
     },
     "now": {"type": "object", "properties": {}},
 }
-TOOLS = Tools(SCHEMAS)
+TOOLS = ToolSchemas(SCHEMAS)
 GLM = (
     '<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Tromsø "n" <b></arg_value>\n<arg_key>days</arg_key>'
     "<arg_value>3</arg_value>\n</tool_call>"
@@ -26,7 +26,7 @@ GLM = (
 HERMES = '<tool_call>\n{"name": "weather", "arguments": {"city": "Tromsø \\"n\\" }", "days": 3}}\n</tool_call>'
 
 
-def read(pieces, is_cut=False, make=ReplyReader, **options):
+def read(pieces, is_cut=False, make=ReplyParser, **options):
     """-> {"reasoning", "content", "calls": [[name, arguments], ...]} of a text in pieces."""
     reader, got = make(**options), {"reasoning": "", "content": "", "calls": []}
     for kind, text in [p for piece in pieces for p in reader.push(piece)] + reader.finish(is_cut):
@@ -141,7 +141,7 @@ def test_several_calls_after_thoughts():
 
 
 def test_the_first_call_alone():
-    reader = ReplyReader(tools=TOOLS, one_call=True)
+    reader = ReplyParser(tools=TOOLS, one_call=True)
     reader.push(GLM + HERMES)
     assert reader.is_over and reader.num_calls == 1
 
@@ -149,7 +149,7 @@ def test_the_first_call_alone():
 def test_arguments_are_streamed_while_they_come():
     """A long text must not wait for its end: a client sees it grow."""
     for text in (GLM, HERMES):
-        reader, seen = ReplyReader(tools=TOOLS), []
+        reader, seen = ReplyParser(tools=TOOLS), []
         for c in text[: text.index("ø") + 1]:
             seen += reader.push(c)
         assert "".join(text for kind, text in seen if kind == "arguments").endswith("Tromsø")
@@ -240,11 +240,11 @@ def test_a_text_that_was_cut_off_stays_open():
 )
 def test_messages_of_gpt_oss(text, reasoning, content, calls):
     expected = {"reasoning": reasoning, "content": content, "calls": calls}
-    assert read_alike(text, make=HarmonyReader, tools=TOOLS) == expected
+    assert read_alike(text, make=HarmonyParser, tools=TOOLS) == expected
 
 
 def test_a_call_of_gpt_oss_that_was_begun_for_the_model():
     begun = " to=functions.weather<|channel|>commentary json<|message|>"
-    reader = HarmonyReader(tools=TOOLS, one_call=True, begun=begun)
+    reader = HarmonyParser(tools=TOOLS, one_call=True, begun=begun)
     pieces = reader.push('{"days": 1}<|call|> more')
     assert pieces == [("call", "weather"), ("arguments", '{"days": 1}')] and reader.is_over and reader.num_calls == 1

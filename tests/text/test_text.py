@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from errors import Refused
 from settings import EMBEDDED_SNAPSHOT
 from snapshot.config import read_config
-from text.detokenizer import TextStream
+from text.detokenizer import Detokenizer
 from text.tokenizer import TextTokenizer
 
 SPECIAL = (
@@ -22,7 +22,7 @@ TOKENIZER = TextTokenizer(EMBEDDED_SNAPSHOT, CONFIG)
 
 
 def stream_of(ids):
-    stream = TextStream(TOKENIZER)
+    stream = Detokenizer(TOKENIZER)
     return [stream.push(i) for i in ids], stream.finish()
 
 
@@ -50,7 +50,7 @@ def test_half_a_character_waits_for_the_other_half():
 
 def test_two_streams_do_not_mix_their_bytes():
     first, second = TOKENIZER.encode("a😀b"), TOKENIZER.encode("c🐦d")
-    streams, out = [TextStream(TOKENIZER), TextStream(TOKENIZER)], ["", ""]
+    streams, out = [Detokenizer(TOKENIZER), Detokenizer(TOKENIZER)], ["", ""]
     for i in range(max(len(first), len(second))):
         for which, ids in enumerate((first, second)):
             if i < len(ids):
