@@ -3,13 +3,13 @@
 import json
 import math
 import os
-import tempfile
 from contextlib import suppress
 from dataclasses import astuple, replace
 from datetime import date
 from pathlib import Path
 
 from experts.drive import MODES, DriveSpeed, ReadRate, choose, measure
+from machine.files import save_text
 
 FILE = "drives.json"
 MOUNTS = Path("/proc/self/mountinfo")
@@ -117,13 +117,4 @@ def is_sane(arm):
 def save(path, known):
     """Write the file of measurements, whole or not at all; where it cannot be written the next run measures again."""
     entries = {key: {"date": str(day), "arms": [astuple(arm) for arm in arms]} for key, (day, arms) in known.items()}
-    with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, part = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-        try:
-            with open(descriptor, "w", encoding="utf-8") as file:
-                json.dump(entries, file, indent=1)
-            os.replace(part, path)
-        except OSError:
-            os.unlink(part)
-            raise
+    save_text(path, json.dumps(entries, indent=1))

@@ -18,16 +18,13 @@ MTP layer included, with the uses of all runs and nothing ever forgotten. It is 
 import hashlib
 import json
 import math
-import os
 import re
-import tempfile
 from collections import Counter
-from contextlib import suppress
-from pathlib import Path
 
 from errors import Refused, shorten, show
 from experts.policy import STEADY
 from experts.route_trace import is_list_of_counts
+from machine.files import save_text
 from snapshot.config import parse_json
 from snapshot.reader import open_file, read_file
 
@@ -96,7 +93,7 @@ class UsageHistory:
                 by_layer[str(key[0])].append([key[1], round(uses, 3)])
         history = header(self.config.sparse_layers, self.config.num_experts)
         history |= {"tokens": self.tokens + tokens, "counts": by_layer}
-        write_whole(self.path, json.dumps(history, separators=(",", ":")))
+        save_text(self.path, json.dumps(history, separators=(",", ":")))
 
 
 def identify(opened):
@@ -187,17 +184,3 @@ def scale(counts, most, most_each=math.inf):
     for (layer, _), uses in counts.items():
         sums[layer] += uses
     return {key: min(uses * min(1.0, most / sums[key[0]]), most_each) for key, uses in counts.items() if uses}
-
-
-def write_whole(path, text):
-    """Write a file whole or not at all; where that is not possible nothing happens."""
-    with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, part = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-        try:
-            with open(descriptor, "w", encoding="utf-8") as file:
-                file.write(text)
-            os.replace(part, path)
-        except BaseException:  # an interrupt too leaves nothing behind
-            Path(part).unlink(missing_ok=True)
-            raise

@@ -21,12 +21,11 @@ import json
 import os
 import stat
 import struct
-import tempfile
-from pathlib import Path
 
 from errors import Refused, shorten
 from experts.usage import file_sizes, identify
 from kernels.dispatch import all_finite
+from machine.files import atomic_write
 from snapshot.config import parse_json
 from snapshot.reader import open_file, read_file
 
@@ -231,17 +230,9 @@ class KvFileStore:
         path, line = self.path(name), json.dumps(self.header | {"name": name}).encode() + b"\n"
         path.parent.mkdir(parents=True, exist_ok=True)
         saved = SavedConversation(path, len(line), hashlib.blake2b(line, digest_size=DIGEST_BYTES).digest())
-        descriptor, part = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-        try:
-            with open(descriptor, "wb") as file:
-                file.write(line)
-                saved.add(*self.write_record(file, saved, 0, ids, kv))
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(part, path)
-        except BaseException:  # an interrupt too leaves nothing behind
-            Path(part).unlink(missing_ok=True)
-            raise
+        with atomic_write(path, sync=True) as file:
+            file.write(line)
+            saved.add(*self.write_record(file, saved, 0, ids, kv))
         return saved
 
     def write_record(self, file, saved, first, ids, kv):

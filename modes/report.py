@@ -11,6 +11,7 @@ from experts.cache import CacheCounters
 from generate.decode import DecodeCounters
 from generate.draft_length import DraftLength
 from machine.console import Terminal, say, show_progress
+from machine.files import atomic_write
 from machine.memory import peak_rss_bytes, rss_bytes
 
 HEARTBEAT_EVERY = 16  # tokens
@@ -228,8 +229,7 @@ def write_report(settings, numbers):
         if path.exists() and not path.is_file():
             path.write_text(text, encoding="utf-8")
             return
-        part = path.with_name(path.name + ".part")
-        part.write_text(text, encoding="utf-8")
-        os.replace(part, path)
+        with atomic_write(path, keep_partial=True) as file:
+            file.write(text.encode())
     except OSError as error:
         raise Refused(f"REPORT={settings.report}: cannot be written ({error.strerror})") from None

@@ -9,17 +9,16 @@ when it is whole, so a file that has its name is complete.
 import hashlib
 import json
 import math
-import os
 from dataclasses import dataclass
 
 import torch
 
 from experts.disk import PAGE
 from kernels.packing import MXFP4
+from machine.files import atomic_write
 from snapshot.formats import SCALES
 from snapshot.index import ITEM_BYTES, STAMP
 
-PARTIAL = ".partial"
 PADDING = "padding."  # begins the names of tensors that fill a page
 CHECKSUM = "colibri.sha256"  # metadata: of all that follows the header
 SOURCE = "colibri.source"
@@ -107,8 +106,7 @@ def write_shard(path, groups, buffers, formats, source="", with_checksum=True):
     """
     parts, digest, buffers = padded(groups, path.stem), hashlib.sha256(), iter(buffers)
     header = make_header(parts, make_metadata(formats, source))
-    partial = path.with_name(path.name + PARTIAL)
-    with open(partial, "wb", buffering=0) as file:
+    with atomic_write(path, sync=True, keep_partial=True) as file:
         file.write(header)
         for part in parts:
             data = bytes(part.num_bytes) if part.name.startswith(PADDING) else as_bytes(next(buffers))
@@ -116,14 +114,10 @@ def write_shard(path, groups, buffers, formats, source="", with_checksum=True):
                 raise ValueError(f"{part.name} has {len(data)} bytes, {part.num_bytes} expected")
             if with_checksum:
                 digest.update(data)
-            data = memoryview(data)
-            while data:
-                data = data[file.write(data) :]
+            file.write(data)
         if with_checksum:
             file.seek(0)
             file.write(with_checksum_of(header, digest.hexdigest()))
-        os.fsync(file.fileno())
-    os.replace(partial, path)
 
 
 def as_bytes(tensor):

@@ -35,7 +35,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from errors import Refused, printable
 from kernels.packing import GROUPS, requantise, row_blocks
-from scripts.container import CHECKSUM, PARTIAL, UNKNOWN, with_checksum_of, write_shard
+from machine.files import PARTIAL, atomic_write
+from scripts.container import CHECKSUM, UNKNOWN, with_checksum_of, write_shard
 from scripts.conversion import Conversion, ConversionOptions, ConvertedMatrix
 from snapshot.dense import read_bytes, read_weight
 from snapshot.formats import find_weight
@@ -103,7 +104,8 @@ def convert(conversion, out, num_threads):
     if len(missing) < len(sizes):
         print(f"[convert] {len(sizes) - len(missing)} of {len(sizes)} files are there already", file=sys.stderr)
     for name, data in companions.items():
-        replace_file(out / name, data)
+        with atomic_write(out / name, keep_partial=True) as file:
+            file.write(data)
     progress = ConversionProgress("convert", total)
     for file in missing:
         groups = conversion.shards[file]
@@ -175,12 +177,6 @@ def check_disk(out, num_bytes, files):
             f"{out}: {num_bytes / 1e9:.2f} GB are still to be written and 1 GB is to stay free, "
             f"the disk has {free / 1e9:.2f} GB; free some, or choose fewer bits"
         )
-
-
-def replace_file(path, data):
-    partial = path.with_name(path.name + PARTIAL)
-    partial.write_bytes(data)
-    os.replace(partial, path)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from experts.usage import (
     parse,
 )
 from load.model import open_snapshot
+from machine import files
 from settings import Settings
 from snapshot.index import read_index
 from tests.conftest import FIXTURES, ORACLES
@@ -118,7 +119,7 @@ def test_a_failed_write_leaves_the_old_file(open_usage, tmp_path, monkeypatch, e
     def fail(source, target):
         raise error
 
-    monkeypatch.setattr(usage_module.os, "replace", fail)
+    monkeypatch.setattr(files.os, "replace", fail)
     if isinstance(error, OSError):
         usage.save({(1, 1): 5.0}, 40)
     else:

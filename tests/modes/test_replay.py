@@ -73,7 +73,7 @@ def test_a_report_holds_every_documented_number(run_colibri, tmp_path, mode):
     assert report["model"] == "tiny" and report["lossy"] == []
     assert report["cache_slots"] == (5 if mode in ("prompt", "oracle") else 4) * 24  # the MTP layer drafts
     assert 0 < report["rss_bytes"] <= report["peak_rss_bytes"] * 1.01 < report["budget_bytes"]
-    assert [path.name for path in tmp_path.iterdir() if path.name.endswith(".part")] == []
+    assert [path.name for path in tmp_path.iterdir() if path.name.endswith(".partial")] == []
     assert all(seconds >= 0 for seconds in report["profile"].values())
 
 
