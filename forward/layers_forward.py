@@ -1,38 +1,53 @@
-"""The only loop over layers. Long inputs go through it in chunks of rows, so their memory is bounded."""
+"""The only loop over layers. A long input goes through it in chunks of token rows, so its memory is bounded."""
 
-from forward.chunk import make_chunk, split_batch
+from collections.abc import Callable, Iterator
+
+from torch import Tensor
+
+from forward.chunk import Chunk, make_chunk, split_batch
 from forward.embed import embed
 from forward.finite import check_hidden
+from forward.kv_cache import KvCache
 from forward.layer_forward import layer_forward
+from forward.model import Model
 
-PROGRESS_ROWS = 8  # from this many rows on a chunk is a prefill worth reporting
+PROGRESS_ROWS = 8  # a chunk of at least this many token rows is a prefill worth reporting and worth stopping
 
 
-def layers_forward(model, batch, progress=None):
-    """batch [(ids, KvState), ...] -> yields (Chunk, hidden [rows, D] before the final norm) for each chunk.
+def layers_forward(
+    model: Model,
+    batch: list[tuple[list[int], KvCache]],
+    progress: Callable[[int, int, int], None] | None = None,
+    should_stop: Callable[[], bool] | None = None,
+) -> Iterator[tuple[Chunk, Tensor]]:
+    """Run the new tokens of each sequence through all layers; yield (chunk, hidden [T, D] before the final norm).
 
-    Every chunk's positions are in the states when it is yielded. `progress(layer, num_layers, rows)` is called after
-    each layer of a chunk of 8 rows or more. ValueError, before anything is computed, when a state has no room, stands
-    in the batch twice, or comes without tokens.
+    The KV caches hold a chunk's positions when it is yielded. After each layer of a chunk of 8 rows or more
+    `progress(layer, num_layers, rows)` is called, then `should_stop()` is asked: true ends the generator, and the KV
+    caches hold the chunks yielded so far. ValueError, before anything is computed, when a KV cache has no room, is in
+    the batch twice, or comes without tokens.
     """
     for ids, kv in batch:
         if not len(ids):
             raise ValueError("a sequence of the batch has no tokens")
         if len(ids) > kv.room:
-            raise ValueError(f"{len(ids)} tokens do not fit a KV state with room for {kv.room}")
+            raise ValueError(f"{len(ids)} tokens do not fit a KV cache with room for {kv.room}")
     if len({id(kv) for _, kv in batch}) < len(batch):
-        raise ValueError("a KV state stands in the batch twice")
+        raise ValueError("a KV cache is in the batch twice")
     num_layers = model.config.num_layers
     for pieces in split_batch(batch, model.prefill_chunk):
         with model.profile.measure("attention"):  # the rotary angles are most of it
             chunk = make_chunk(model.config, pieces)
-            x = embed(model.weights.embed, chunk.ids)
+            x = embed(model.weights.embed, chunk.ids)  # [T, D]
         selections = [None] * len(chunk.segments)
+        is_prefill = len(chunk) >= PROGRESS_ROWS
         for layer, weights in enumerate(model.weights.layers):
             x, selections = layer_forward(model, layer, weights, x, chunk, selections)
             check_hidden(x, layer, chunk)
-            if progress and len(chunk) >= PROGRESS_ROWS:
+            if is_prefill and progress:
                 progress(layer + 1, num_layers, len(chunk))
+            if is_prefill and should_stop and should_stop():
+                return
         for segment in chunk.segments:
             segment.kv.advance(segment.stop - segment.start)
         yield chunk, x

@@ -213,7 +213,7 @@ def test_a_batch_that_cannot_be_is_refused_before_anything_runs(oracle_folder, l
     model = load(oracle_folder("glm_moe_dsa")).model
     kv, other = KvCache(model.config, 4), KvCache(model.config, 4)
     for batch, message in [
-        ([([1], other), ([1, 2, 3, 4, 5], kv)], "5 tokens do not fit a KV state with room for 4"),
+        ([([1], other), ([1, 2, 3, 4, 5], kv)], "5 tokens do not fit a KV cache with room for 4"),
         ([([1], kv), ([2], kv)], "twice"),
         ([([1], kv), ([], other)], "no tokens"),
     ]:
