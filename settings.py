@@ -1,15 +1,17 @@
-"""Every environment variable, read once, here. docs/env_vars.md describes each; a test holds the two equal.
+"""Settings: every environment variable and positional argument, read once. docs/env_vars.md describes each.
 
-Doors (colibri.py, scripts) call Settings.read and hand values down; nothing else looks at the environment.
+colibri.py and the scripts call Settings.read and pass the values down; no other file reads the environment (a test).
 """
 
 import math
 import os
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from errors import Refused
+from machine.fields import TextFieldReader
 
 EMBEDDED_SNAPSHOT = Path(__file__).resolve().parent / "models" / "tiny"
 
@@ -19,7 +21,7 @@ VARIABLES = (
     "LOOKAHEAD USAGE EXPERT_TIER ROUTE_TRACE HOST PORT API_KEY ALLOWED_HOSTS KV_SLOTS QUEUE KVSAVE XDG_CACHE_HOME TERM"
 ).split()
 
-# What may run the arithmetic; a test holds this and kernels/dispatch.py equal, for torch is slow to import here.
+# A test holds this equal to kernels/dispatch.py, which is not imported here because torch is slow to import.
 KERNELS = ("native", "reference", "avx512amx", "avx512vnni", "avx512", "avx2", "neondot", "neon", "portable")
 
 KV_DTYPES = ("f32", "bf16")
@@ -28,42 +30,31 @@ LOOKAHEADS = ("auto", "0", "1")
 MAX_DRAFT = 16
 TIERS = ("full", "reference")
 SERVERS = ("1", "stdio", "0")
-# Tokens of an answer where NGEN is not set: over HTTP the request decides, and the room there is.
+BITS = ("16", "8", "4", "2")
+# NGEN where it is not set: HTTP requests bound their answers themselves.
 SERVE_NGEN = {"1": 1 << 31, "stdio": 256}
+CHAT_NGEN = 256
 
-# Names of the C engine that do nothing here, yet or ever: names, status, why. Setting one prints a notice.
-NOT_YET = "not built yet"
-CPU_ONLY = "this engine runs on the CPU"
-C_ENGINE = (
-    ("SERVE_BATCH", "ignored", "conversations always share their forwards; KV_SLOTS says how many"),
-    ("MTP", "renamed", "DRAFT=0 turns drafts off"),
-    ("GRAMMAR GRAMMAR_DRAFT SCHEMA", NOT_YET, "drafts from a grammar"),
-    (
-        "PIN PIN_GB PIN_FILL AUTOPIN REPIN REPIN_VERBOSE",
-        "ignored",
-        "what is used most stays anyway",
-    ),
-    ("STATS", "renamed", "ROUTE_TRACE=file records which experts a run asks for"),
-    ("PREFETCH SPEC PILOT PILOT_K PILOT_REAL PILOT_TWO", "renamed", "LOOKAHEAD; by default it is on while it pays"),
-    ("COUPLE COUPLE_K COUPLE_D", "renamed", "LOOKAHEAD; by default it is on while it pays"),
-    ("PIPE PIPE_WORKERS", "ignored", "reads and arithmetic always overlap; the drive is measured"),
-    ("DIRECT", "renamed", "READ_MODE=direct; by default the drive is measured"),
-    ("DROP", "ignored", "the kernel gives pages of files back first when memory is short; READ_MODE=direct keeps none"),
-    ("MLOCK COLI_MMAP", "ignored", "experts are read into memory of the process's own, within its budget"),
-    ("CAP_RAISE", "renamed", "an explicit cap is exact, cap 0 takes what the budget allows"),
-    ("CHAT_TEMPLATE", "renamed", "CHAT=1 turns the template on"),
-    ("ABSORB", "ignored", "attention is absorbed for any number of rows"),
-    ("IDOT", "renamed", "EXACT=1 keeps the activations of integer weights in float32"),
-    ("I4S I4_ACC512 I4_ACC512_TEST COLI_NO_FUSED_PAIR", "ignored", "a choice between kernels of the C engine"),
-    ("DSA", "ignored", "the indexer runs when the snapshot has one"),
-    ("DSA_TOPK DSA_FORCE", "ignored", "index_topk of config.json holds"),
-    ("CACHE_ROUTE ROUTE_J ROUTE_M ROUTE_P ROUTE_ALPHA ROUTE_AGREE", "ignored", "the cache never changes a route"),
-    ("NOPACK LOOKA MTP_PRENORM MTP_SWAP MTP_DEBUG", "ignored", "an experiment of the C engine"),
-    ("REF_FORCE COLI_POLICY", "ignored", "a safeguard of the C engine; here lossy switches are announced"),
-    ("COLI_NO_OMP_TUNE COLI_OMP_TUNED", "ignored", "there is no OpenMP; THREADS sets the threads"),
-    ("COLI_CUDA COLI_GPU COLI_GPUS CUDA_DENSE CUDA_EXPERT_GB CUDA_RELEASE_HOST COLI_METAL", "ignored", CPU_ONLY),
+# Variables of the C engine that do nothing here, why: docs/env_vars.md. Some have a new name.
+RENAMED = {
+    "MTP": "DRAFT=0",
+    "STATS": "ROUTE_TRACE",
+    "DIRECT": "READ_MODE=direct",
+    "CAP_RAISE": "the argument cap",
+    "CHAT_TEMPLATE": "CHAT=1",
+    "IDOT": "EXACT=1",
+    **dict.fromkeys("PREFETCH SPEC PILOT PILOT_K PILOT_REAL PILOT_TWO COUPLE COUPLE_K COUPLE_D".split(), "LOOKAHEAD"),
+}
+IGNORED = (
+    *RENAMED,
+    *(
+        "SERVE_BATCH GRAMMAR GRAMMAR_DRAFT SCHEMA PIN PIN_GB PIN_FILL AUTOPIN REPIN REPIN_VERBOSE PIPE PIPE_WORKERS "
+        "DROP MLOCK COLI_MMAP ABSORB I4S I4_ACC512 I4_ACC512_TEST COLI_NO_FUSED_PAIR DSA DSA_TOPK DSA_FORCE "
+        "CACHE_ROUTE ROUTE_J ROUTE_M ROUTE_P ROUTE_ALPHA ROUTE_AGREE NOPACK LOOKA MTP_PRENORM MTP_SWAP MTP_DEBUG "
+        "REF_FORCE COLI_POLICY COLI_NO_OMP_TUNE COLI_OMP_TUNED COLI_CUDA COLI_GPU COLI_GPUS CUDA_DENSE CUDA_EXPERT_GB "
+        "CUDA_RELEASE_HOST COLI_METAL"
+    ).split(),
 )
-IGNORED = {name: (status, why) for names, status, why in C_ENGINE for name in names.split()}
 
 USAGE = """\
 usage: [SNAP=folder] MODE python colibri.py [cap] [expert_bits] [dense_bits]
@@ -130,151 +121,118 @@ class Settings:
     notices: tuple[str, ...]
 
     @property
-    def drafts(self):
-        """Whether this run generates and may guess: then the MTP layer is loaded."""
+    def drafts(self) -> bool:
+        """Whether this run generates with draft tokens: then the MTP layer is loaded."""
         generates = not self.score and (self.serve or self.prompt is not None or not (self.replay or self.tf))
-        return generates and self.draft != "0"
+        return bool(generates) and self.draft != "0"
 
     @staticmethod
-    def read(arguments, environ=None, snap=None, ngen=64, draft="auto"):
-        """Command-line arguments and the environment -> Settings; `snap` goes before SNAP, `ngen` and `draft` hold
-        where NGEN and DRAFT are not set. Refused for a value that means nothing."""
-        read = EnvironReader(os.environ if environ is None else environ)
+    def read(
+        arguments: Sequence[str],
+        environ: Mapping[str, str] | None = None,
+        snap: str | None = None,
+        ngen: int = 64,
+        draft: str = "auto",
+    ) -> "Settings":
+        """Read the command-line arguments and the environment. Refused for a value out of its range.
+
+        `snap` takes precedence over SNAP; `ngen` and `draft` are the defaults of NGEN and DRAFT.
+        """
+        env = EnvironReader(os.environ if environ is None else environ)
         if len(arguments) > 3:
             raise Refused(f"{len(arguments)} arguments, at most 3 are known: cap, expert_bits, dense_bits")
-        cap, expert_bits, dense_bits = (*arguments, *("0", "16", "16")[len(arguments) :])
-        serve = read.one_of("SERVE", SERVERS)
-        serve = None if serve == "0" else serve
-        values = dict(
-            snap=snap or read.path("SNAP") or str(EMBEDDED_SNAPSHOT),
-            score=read.path("SCORE"),
-            serve=serve,
-            prompt=read.text("PROMPT"),
-            ref=read.path("REF"),
-            replay=read.present("REPLAY"),
-            tf=read.present("TF"),
-            report=read.path("REPORT"),
-            ngen=read.whole("NGEN", SERVE_NGEN.get(serve, ngen), 1, 1 << 31),
-            ctx=read.whole("CTX", 0, 0, 1 << 31),
-            chat=read.flag("CHAT", False),
-            think=read.flag("THINK", False),
-            prefix=read.flag("PREFIX", True),
-            temp=read.temperature("TEMP"),
-            nucleus=read.number("NUCLEUS", 0.90, -1e9, 1e9),
-            seed=read.whole("SEED", time.time_ns() % 2**32, 0, 2**64 - 1),
-            draft=read.draft("DRAFT", draft),
-            ram_gb=read.number("RAM_GB", 0.0, 0.0, 1e6),
-            prefill_chunk=read.whole("PREFILL_CHUNK", 0, 0, 1 << 20),
-            topk=read.whole("TOPK", 0, 0, 65536),
-            topp=read.number("TOPP", 0.0, 0.0, 1.0),
-            exact=read.flag("EXACT", False),
-            kv_dtype=read.one_of("KV_DTYPE", KV_DTYPES) or "f32",
-            kernels=read.one_of("KERNELS", KERNELS),
-            threads=read.whole("THREADS", 0, 0, 256),
-            read_mode=read.one_of("READ_MODE", READ_MODES) or "auto",
-            snap_mirror=read.path("SNAP_MIRROR"),
-            lookahead=read.one_of("LOOKAHEAD", LOOKAHEADS) or "auto",
-            usage=read.flag("USAGE", True),
-            expert_tier=read.one_of("EXPERT_TIER", TIERS) or "full",
-            route_trace=read.path("ROUTE_TRACE"),
-            host=read.text("HOST") or "127.0.0.1",
-            port=read.whole("PORT", 8000, 0, 65535),
-            api_key=read.text("API_KEY") or None,
-            allowed_hosts=tuple((read.text("ALLOWED_HOSTS") or "").replace(",", " ").split()),
-            kv_slots=read.whole("KV_SLOTS", 0, 1, 64),
-            queue=read.whole("QUEUE", 64, 0, 1 << 16),
-            kvsave=read.flag("KVSAVE", False),
-            cache=Path(read.path("XDG_CACHE_HOME") or Path.home() / ".cache") / "colibri.py",
-            dumb=read.path("TERM") in (None, "dumb"),
-            cap=read_whole("cap", cap, 0, 1 << 20),
-            expert_bits=read_bits("expert_bits", expert_bits),
-            dense_bits=read_bits("dense_bits", dense_bits),
-        )
-        if values["prompt"] is not None and not values["prompt"].strip():
+        positional = TextFieldReader(dict(zip(("cap", "expert_bits", "dense_bits"), arguments, strict=False)))
+        prompt = env.utf8("PROMPT")
+        if prompt is not None and not prompt.strip():
             raise Refused("PROMPT is empty; give it some text, or leave it unset")
-        if not snap and not read.path("SNAP"):
-            read.notices.insert(0, "[snapshot] SNAP is not set: models/tiny, the embedded model")
-        for name, (status, why) in IGNORED.items():
-            if read.present(name):
-                read.notices.append(f"[env] {name} is {status}: {why}")
-        return Settings(**values, notices=tuple(read.notices))
+        serve = env.one_of("SERVE", SERVERS, None)
+        serve = None if serve == "0" else serve
+        if not snap and not env.path("SNAP"):
+            env.notices.append("[snapshot] SNAP is not set: models/tiny, the embedded model")
+        temp = env.temperature("TEMP")
+        for name in filter(env.present, IGNORED):
+            instead = f"; use {RENAMED[name]}" if name in RENAMED else ""
+            env.notices.append(f"[env] {name} does nothing here{instead}, see docs/env_vars.md")
+        return Settings(
+            snap=snap or env.path("SNAP") or str(EMBEDDED_SNAPSHOT),
+            score=env.path("SCORE"),
+            serve=serve,
+            prompt=prompt,
+            ref=env.path("REF"),
+            replay=env.present("REPLAY"),
+            tf=env.present("TF"),
+            report=env.path("REPORT"),
+            ngen=env.whole("NGEN", SERVE_NGEN.get(serve or "", ngen), 1),
+            ctx=env.whole("CTX", 0),
+            chat=env.flag("CHAT", False),
+            think=env.flag("THINK", False),
+            prefix=env.flag("PREFIX", True),
+            temp=temp,
+            nucleus=env.number("NUCLEUS", 0.90, -1e9, 1e9),
+            seed=env.whole("SEED", time.time_ns() % 2**32, 0, 2**64 - 1),
+            draft=env.draft("DRAFT", draft),
+            ram_gb=env.number("RAM_GB", 0.0, 0.0, 1e6),
+            prefill_chunk=env.whole("PREFILL_CHUNK", 0, 0, 1 << 20),
+            topk=env.whole("TOPK", 0, 0, 65536),
+            topp=env.number("TOPP", 0.0, 0.0, 1.0),
+            exact=env.flag("EXACT", False),
+            kv_dtype=env.one_of("KV_DTYPE", KV_DTYPES, "f32"),
+            kernels=env.one_of("KERNELS", KERNELS, None),
+            threads=env.whole("THREADS", 0, 0, 256),
+            read_mode=env.one_of("READ_MODE", READ_MODES, "auto"),
+            snap_mirror=env.path("SNAP_MIRROR"),
+            lookahead=env.one_of("LOOKAHEAD", LOOKAHEADS, "auto"),
+            usage=env.flag("USAGE", True),
+            expert_tier=env.one_of("EXPERT_TIER", TIERS, "full"),
+            route_trace=env.path("ROUTE_TRACE"),
+            host=env.utf8("HOST") or "127.0.0.1",
+            port=env.whole("PORT", 8000, 0, 65535),
+            api_key=env.utf8("API_KEY") or None,
+            allowed_hosts=tuple((env.utf8("ALLOWED_HOSTS") or "").replace(",", " ").split()),
+            kv_slots=env.whole("KV_SLOTS", 0, 1, 64),
+            queue=env.whole("QUEUE", 64, 0, 1 << 16),
+            kvsave=env.flag("KVSAVE", False),
+            cache=Path(env.path("XDG_CACHE_HOME") or Path.home() / ".cache") / "colibri.py",
+            dumb=env.path("TERM") in (None, "dumb"),
+            cap=positional.whole("cap", 0, 0, 1 << 20),
+            expert_bits=int(positional.one_of("expert_bits", BITS, "16")),
+            dense_bits=int(positional.one_of("dense_bits", BITS, "16")),
+            notices=tuple(env.notices),
+        )
 
 
-class EnvironReader:
-    """Typed reads of an environment. A variable set to nothing counts as unset, but for those asked by `present`."""
+class EnvironReader(TextFieldReader):
+    """Typed reads of an environment. A variable set to nothing counts as unset, except in `utf8` and `present`."""
 
-    def __init__(self, environ):
-        self.environ, self.notices = environ, []
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        super().__init__(environ)
+        self.notices: list[str] = []
 
-    def text(self, name):
+    def find(self, name: str) -> str | None:
+        return self.values.get(name) or None
+
+    path = find  # a file name stays as the system gave it
+
+    def utf8(self, name: str) -> str | None:
         """The value as UTF-8, whatever the locale made of its bytes."""
-        value = self.environ.get(name)
+        value = self.values.get(name)
         try:
             return None if value is None else os.fsencode(value).decode("utf-8")
         except UnicodeError:
             raise Refused(f"{name} is not valid UTF-8; check the terminal's encoding") from None
 
-    def path(self, name):
-        """The value as the system gave it, for it names a file; None when it is empty."""
-        return self.environ.get(name) or None
+    def present(self, name: str) -> bool:
+        return name in self.values
 
-    def present(self, name):
-        return name in self.environ
+    def draft(self, name: str, default: str) -> str:
+        value = self.find(name) or default
+        return value if value == "auto" else str(self.whole(name, default, 0, MAX_DRAFT))
 
-    def one_of(self, name, words):
-        value = self.environ.get(name) or None
-        if value is not None and value not in words:
-            raise Refused(f"{name}={value!r}: expected {', '.join(words[:-1])} or {words[-1]}")
-        return value
-
-    def flag(self, name, default):
-        value = self.environ.get(name, "")
-        if value not in ("", "0", "1"):
-            raise Refused(f"{name}={value!r}: expected 1 (on) or 0 (off)")
-        return default if value == "" else value == "1"
-
-    def whole(self, name, default, low, high):
-        value = self.environ.get(name, "")
-        return default if value == "" else read_whole(name, value, low, high)
-
-    def number(self, name, default, low, high):
-        value = self.environ.get(name, "")
-        if value == "":
-            return default
-        try:
-            number = float(value)
-        except ValueError:
-            number = float("nan")
-        if not low <= number <= high:
-            raise Refused(f"{name}={value!r}: expected a number from {low:g} to {high:g}")
-        return number
-
-    def draft(self, name, default):
-        value = self.environ.get(name) or default
-        return value if value == "auto" else str(read_whole(name, value, 0, MAX_DRAFT))
-
-    def temperature(self, name):
-        """A TEMP that is not a number is no temperature: other programs use the name for a folder."""
-        value = self.environ.get(name, "")
-        try:
-            number = float(value or -1)
-            if math.isfinite(number):
-                return number if number >= 0 else None
-        except ValueError:
-            pass
-        self.notices.append(f"[env] {name}={value!r} is not a number: ignored, as no temperature")
-        return None
-
-
-def read_whole(name, value, low, high):
-    # int() alone would also take 1_0, blanks, or digits of other scripts.
-    number = int(value) if value.isascii() and value.isdigit() and len(value) <= 20 else None
-    if number is None or not low <= number <= high:
-        raise Refused(f"{name}={value!r}: expected a whole number from {low} to {high}")
-    return number
-
-
-def read_bits(name, value):
-    if value not in ("16", "8", "4", "2"):
-        raise Refused(f"{name}={value!r}: expected 16 (as stored), 8, 4 or 2")
-    return int(value)
+    def temperature(self, name: str) -> float | None:
+        """A TEMP that is not a number is ignored with a notice: other programs use the name for a folder."""
+        value = self.find(name)
+        number = self.to_number(value or "-1")
+        if number is None or not math.isfinite(number):
+            self.notices.append(f"[env] {name}={value!r} is not a number: ignored, as no temperature")
+            return None
+        return number if number >= 0 else None

@@ -65,7 +65,7 @@ from load.plan import gb
 from machine.console import announce, say
 from machine.threads import num_threads
 from modes.reference import read_reference, reference_path
-from scripts.options import OneLineParser, number_above, whole
+from scripts.options import OneLineParser, number_from, whole_from
 from settings import Settings
 from snapshot.config import read_config
 from snapshot.formats import StoredWeight
@@ -426,23 +426,23 @@ def plot(pyplot, path, sweep, floors_of):
 
 def batch_list(text):
     """ "1,8,32" -> (1, 8, 32), each once, ascending."""
-    return tuple(sorted({whole(1)(word) for word in text.split(",")}))
+    return tuple(sorted({whole_from(1)(word) for word in text.split(",")}))
 
 
 def make_parser():
     parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("arguments", nargs="*", metavar="cap, expert_bits, dense_bits", help="as of colibri.py")
     parser.add_argument(
-        "--prompt", type=whole(1), default=2048, help="tokens, default 2048, fewer where they do not fit"
+        "--prompt", type=whole_from(1), default=2048, help="tokens, default 2048, fewer where they do not fit"
     )
-    parser.add_argument("--decode", type=whole(2), default=64, help="tokens of each row, default 64")
+    parser.add_argument("--decode", type=whole_from(2), default=64, help="tokens of each row, default 64")
     parser.add_argument("--batches", type=batch_list, default=(1, 8, 32), help="rows, default 1,8,32")
-    parser.add_argument("--temperature", type=number_above(0, True), default=1.0, help="default 1; 0 is greedy")
+    parser.add_argument("--temperature", type=number_from(0), default=1.0, help="default 1; 0 is greedy")
     parser.add_argument("--cold", action="store_true", help="a run without any expert in memory before each warm one")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="a PNG of the sweep and its roofline")
     parser.add_argument("--device-name", metavar="NAME", help="take the peaks of this device from the table")
-    parser.add_argument("--peak-flops", type=number_above(0, False), metavar="FLOP/s", help="instead of measuring")
-    parser.add_argument("--peak-bandwidth", type=number_above(0, False), metavar="B/s", help="instead of measuring")
+    parser.add_argument("--peak-flops", type=number_from(1), metavar="FLOP/s", help="instead of measuring")
+    parser.add_argument("--peak-bandwidth", type=number_from(1), metavar="B/s", help="instead of measuring")
     return parser
 
 

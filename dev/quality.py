@@ -41,9 +41,10 @@ from forward.kv_cache import KvCache
 from forward.step import step_all
 from kernels.packing import FORMATS, GROUP, INTEGERS
 from load.model import LoadedModel, load_model
+from machine.fields import TextFieldReader
 from scripts.conversion import Conversion, ConversionOptions, ConvertedMatrix
 from scripts.convert import compare, convert
-from settings import EMBEDDED_SNAPSHOT, Settings, read_whole
+from settings import EMBEDDED_SNAPSHOT, Settings
 from snapshot.config import read_config
 from snapshot.index import read_index
 from snapshot.reader import Reader
@@ -312,7 +313,7 @@ def main(arguments):
 def run(args):
     if not args.snapshot.is_dir():
         raise Refused(f"{args.snapshot}: no such folder; it must name a Hugging Face snapshot folder")
-    num_tokens = read_whole("--tokens", args.tokens, 0, 1 << 40)
+    num_tokens = TextFieldReader({"--tokens": args.tokens}).whole("--tokens", high=1 << 40)
     formats = {name: make_options(name, args.experts_alone) for name in args.formats}
     rows = load_rows(args.texts, args.snapshot, num_tokens)
     num_tokens = sum(len(ids) - 1 for ids in rows)

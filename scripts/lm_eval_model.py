@@ -29,7 +29,7 @@ from load.model import check_folder, load_model
 from machine.console import announce, say, say_warnings
 from machine.exit import exit_code
 from modes.serve import open_server
-from scripts.options import OneLineParser, whole
+from scripts.options import OneLineParser, whole_from
 from settings import Settings
 
 OTHER_MODES = ("prompt", "score", "serve", "ref", "replay", "tf", "report")  # settings that mean nothing here
@@ -158,8 +158,8 @@ def run_tasks(evaluation, opened, tasks, manager, args):
 def main(arguments=None):
     parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", required=True, help="names of tasks or groups, with commas between")
-    parser.add_argument("--limit", type=whole(1), help="documents of each task; all by default")
-    parser.add_argument("--num_fewshot", type=whole(0), help="examples before each question; the task's own by default")
+    parser.add_argument("--limit", type=whole_from(1), help="documents of each task; all by default")
+    parser.add_argument("--num_fewshot", type=whole_from(0), help="examples before each question (the task's own)")
     parser.add_argument("--apply_chat_template", action="store_true", help="put questions into the chat template")
     parser.add_argument("--include_path", help="a folder with further tasks")
     parser.add_argument("sizes", nargs="*", default=[], help="cap, expert_bits, dense_bits as of colibri.py")

@@ -1,36 +1,33 @@
-"""Options of a script: numbers within bounds, and what is bad refused in one line."""
+"""Option types of the scripts for argparse: numbers in a range, and bad options refused in one line."""
 
 import argparse
 import math
+from collections.abc import Callable
+from typing import NoReturn
 
 from errors import Refused
+from machine.fields import TextFieldReader
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Bad options are refused in one line, as any other bad input."""
+    """Raises Refused for bad options."""
 
-    def error(self, message):
+    def error(self, message: str) -> NoReturn:
         raise Refused(message)
 
 
-def whole(low):
-    def read(text):
-        number = int(text) if text.isascii() and text.isdigit() and len(text) < 10 else -1
-        if number < low:
-            raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number from {low}")
-        return number
+class OptionReader(TextFieldReader):
+    """Reads the text of one option, called `value`."""
 
-    return read
+    def refuse(self, name: str, message: str) -> NoReturn:
+        raise argparse.ArgumentTypeError(message)
 
 
-def number_above(low, includes):
-    def read(text):
-        try:
-            number = float(text)
-        except ValueError:
-            number = math.nan
-        if not (low < number < math.inf or (includes and number == low)):
-            raise argparse.ArgumentTypeError(f"{text!r}: expected a number {'from' if includes else 'above'} {low}")
-        return number
+def whole_from(low: int) -> Callable[[str], int]:
+    """An argparse type: whole numbers from `low`."""
+    return lambda text: OptionReader({"value": text}).whole("value", low=low, high=math.inf)
 
-    return read
+
+def number_from(low: float) -> Callable[[str], float]:
+    """An argparse type: numbers from `low`."""
+    return lambda text: OptionReader({"value": text}).number("value", low=low, high=math.inf)

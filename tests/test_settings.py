@@ -3,7 +3,7 @@
 import pytest
 
 from errors import Refused
-from settings import EMBEDDED_SNAPSHOT, IGNORED, Settings
+from settings import EMBEDDED_SNAPSHOT, IGNORED, RENAMED, Settings
 
 
 def test_defaults():
@@ -85,7 +85,9 @@ def test_a_prompt_that_is_not_utf_8_is_refused():
 
 @pytest.mark.parametrize("name", IGNORED)
 def test_names_of_the_c_engine_are_never_silent(name):
-    assert any(name in notice for notice in Settings.read([], {name: "1"}).notices)
+    notice = Settings.read([], {name: "1", "SNAP": "x"}).notices[0]
+    assert notice.startswith(f"[env] {name} does nothing here") and notice.endswith("see docs/env_vars.md")
+    assert (f"; use {RENAMED.get(name)}," in notice) == (name in RENAMED)
 
 
 def test_seed_is_chosen_when_unset_and_kept_when_set():

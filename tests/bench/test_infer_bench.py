@@ -378,13 +378,13 @@ def test_an_unknown_device_has_no_shares(bench):
 @pytest.mark.parametrize(
     ("options", "what"),
     [
-        (["--batches", "1,x"], "--batches: 'x': expected a whole number from 1"),
-        (["--batches", "0"], "--batches: '0': expected a whole number from 1"),
-        (["--decode", "1"], "--decode: '1': expected a whole number from 2"),
+        (["--batches", "1,x"], "--batches: value='x': expected a whole number from 1"),
+        (["--batches", "0"], "--batches: value='0': expected a whole number from 1"),
+        (["--decode", "1"], "--decode: value='1': expected a whole number from 2"),
         (["--decode", "2000"], "--decode 2000 leaves no room for a prompt in 1024 positions"),
         (["--prompt", "-3"], "--prompt"),
-        (["--temperature", "nan"], "--temperature: 'nan': expected a number from 0"),
-        (["--peak-flops", "0"], "--peak-flops: '0': expected a number above 0"),
+        (["--temperature", "nan"], "--temperature: value='nan': expected a number from 0"),
+        (["--peak-flops", "0"], "--peak-flops: value='0': expected a number from 1"),
         (["--nonsense"], "unrecognized arguments: --nonsense"),
         (["1", "16", "16", "4"], "4 arguments, at most 3"),
         (["--plot", "no/such/folder/a.png"], "--plot"),

@@ -302,8 +302,8 @@ def test_limit_shots_and_the_chat_template():
     ("arguments", "error"),
     [
         (["--tasks", "x", "--include_path", "nowhere"], "--include_path nowhere: no such folder"),
-        (["--tasks", "x", "--limit", "0"], "argument --limit: '0': expected a whole number from 1"),
-        (["--tasks", "x", "0", "3"], "expert_bits='3': expected 16 (as stored), 8, 4 or 2"),
+        (["--tasks", "x", "--limit", "0"], "argument --limit: value='0': expected a whole number from 1"),
+        (["--tasks", "x", "0", "3"], "expert_bits='3': expected 16, 8, 4 or 2"),
         ([], "the following arguments are required: --tasks"),
     ],
 )
