@@ -67,7 +67,7 @@ usage: [SNAP=folder] MODE python colibri.py [cap] [expert_bits] [dense_bits]
   (no mode)                   generate from the prompt of REF and compare with the reference
   REF=file.json               the reference, by default ref_glm.json of the snapshot
 
-cap: expert slots per layer, 0 = what the budget allows; bits: 16 = as stored, 8, 4 or 2 quantise at load.
+cap: expert slots per layer, 0 = what the budget allows; bits: 16 = as stored, 8, 4 or 2 quantize at load.
 Every variable: docs/env_vars.md"""
 
 

@@ -28,7 +28,7 @@ from forward.kv_cache import KvCache
 from forward.step import step
 from kernels import dispatch
 from kernels.native import Native
-from kernels.packing import Weight
+from kernels.weight import Weight
 from load.model import load_model
 from machine.arena import Arena
 from machine.threads import num_threads

@@ -20,7 +20,9 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from kernels.build import VARIANTS, usable_variants
 from kernels.dispatch import open_library
-from kernels.packing import FORMATS, FP8, pack_rows, quantise_blocks, view_weight
+from kernels.formats import FORMATS, FP8
+from kernels.quantize import quantize_fp8, quantize_rows
+from kernels.weight import view_weight
 from machine.arena import Arena, line_end
 from machine.threads import num_threads
 from settings import Settings
@@ -100,9 +102,9 @@ def make_weights(name, rows, columns):
             if fmt.has_scales:
                 weight.scales.copy_(weights[0].scales)
         elif fmt is FP8:
-            weight.data[:], weight.scales[:] = quantise_blocks(matrix)
+            weight.data[:], weight.scales[:] = quantize_fp8(matrix)
         elif fmt.is_integer:
-            pack_rows(weight, 0, matrix)
+            quantize_rows(weight, 0, matrix)
         else:
             weight.data.copy_(matrix)
         weights.append(weight)

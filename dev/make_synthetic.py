@@ -34,7 +34,7 @@ from dev.synthetic.structure import ROUTINGS
 from dev.synthetic.tensors import model_groups
 from dev.synthetic.text import topic_ids, uniform_ids
 from errors import Refused
-from kernels.packing import FORMATS, MXFP4
+from kernels.formats import FORMATS, MXFP4
 from scripts.container import shard_bytes, write_shard
 from snapshot.config import ConfigFields
 from snapshot.families.glm_moe_dsa import read_config

@@ -34,7 +34,7 @@ the C kernels and with KERNELS=reference; "modes" are the check, TF and SCORE th
 layer too; "bits" says that a token's logits are the same bits alone, in any batch and at any prefill chunk; "rows"
 that N answers in lock-step equal N runs; "drafts" that guesses change no token: by what was written before (n-gram),
 and by an MTP layer, whose logits and chained drafts equal a reference's, or that is only wired ("MTP, no numbers");
-"containers" what convert.py and the quantisation at load were tried with. "hub" are files with a tensor for each
+"containers" what convert.py and the quantization at load were tried with. "hub" are files with a tensor for each
 expert, "fused" with one for all experts of a layer. A model runs from its Hugging Face folder, whatever its size.
 
 | model type | of | files as | numbers | modes | bits | rows | drafts | containers |
@@ -82,7 +82,7 @@ def table():
         formats = {
             "16": tests.test_a_container_of_sixteen_bits_is_the_model_itself,
             "8": tests.test_a_container_of_eight_bits,
-            "8 at load": tests.test_quantised_at_load,
+            "8 at load": tests.test_quantized_at_load,
         }
         words = [
             f"`{read_json(FIXTURES / name / 'config.json')['model_type']}`",

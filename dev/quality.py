@@ -39,7 +39,7 @@ from dev.train_tiny import LONG, held_out_rows
 from errors import Refused
 from forward.kv_cache import KvCache
 from forward.step import step_all
-from kernels.packing import FORMATS, GROUP, INTEGERS
+from kernels.formats import FORMATS, GROUP, INTEGERS
 from load.model import LoadedModel, load_model
 from machine.fields import TextFieldReader
 from scripts.conversion import Conversion, ConversionOptions, ConvertedMatrix
@@ -111,7 +111,7 @@ def make_container(folder, options, out, plain=False):
         if any(matrix.stored.format.is_integer for matrix in matrices):
             raise Refused(f"{folder}: holds packed matrices already; name the snapshot that it was converted from")
         quiet = redirect_stderr(StringIO())  # the converter's progress; what goes wrong is raised
-        with quiet, patch.object(scripts.conversion, "SEARCH", ()) if plain else nullcontext():
+        with quiet, patch.object(scripts.conversion, "SEARCH_STEPS", ()) if plain else nullcontext():
             convert(conversion, out, num_threads=1)
         index = read_index(out)
         error = power = 0.0
@@ -294,7 +294,7 @@ def main(arguments):
     parser.add_argument("--texts", type=Path, metavar="FOLDER", help="with the sources of dev/train_tiny.py")
     parser.add_argument("--formats", nargs="+", default=ALL_FORMATS, metavar="FORMAT", help=" ".join(ALL_FORMATS))
     parser.add_argument("--tokens", default="0", help="held-out tokens to predict (all)")
-    alone = "quantise routed experts, keep the rest as stored; not of defaults"
+    alone = "quantize routed experts, keep the rest as stored; not of defaults"
     parser.add_argument("--experts-alone", action="store_true", help=alone)
     parser.add_argument("--json", action="store_true", help="every number, at full precision")
     args = parser.parse_args(arguments)
@@ -324,7 +324,7 @@ def run(args):
         print(json.dumps(about | {"formats": lines}, indent=1))
     else:
         which = "routed experts alone" if args.experts_alone else "every matrix"
-        print(f"{name}, {num_tokens} held-out tokens, {which} quantised\n")
+        print(f"{name}, {num_tokens} held-out tokens, {which} quantized\n")
         print_tables(lines)
     return 0
 

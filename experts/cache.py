@@ -17,7 +17,9 @@ from experts.policy import EvictionPolicy, LruPolicy
 from experts.prefetch import PrefetchController
 from experts.read_queue import ExpertRead, ReadQueue
 from experts.slots import ExpertSlotPool
-from kernels.packing import grouped, pack_rows, packed_bytes, packed_view, row_blocks, view_weight
+from kernels.formats import integer_format
+from kernels.quantize import quantize_rows, row_blocks
+from kernels.weight import packed_bytes, packed_view, view_weight
 
 
 @dataclass(slots=True)
@@ -269,11 +271,11 @@ class ExpertCache:
 
     def pack_into(self, region, stored):
         """Pack three matrices one after the other into a slot."""
-        matrices, at, fmt = [], 0, grouped(self.bits)
+        matrices, at, fmt = [], 0, integer_format(self.bits)
         for weight in stored:
             matrices.append(packed_view(region[at:], fmt, weight.rows, weight.columns, self.exact))
             for start, stop in row_blocks(weight.rows, weight.columns):
-                pack_rows(matrices[-1], start, weight.widen(start, stop))
+                quantize_rows(matrices[-1], start, weight.dequantize(start, stop))
             at += packed_bytes(fmt, weight.rows, weight.columns)
         return tuple(matrices)
 

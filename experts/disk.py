@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 
 from experts.drive import Drive, DriveSet, check_mirror
-from kernels.packing import SCALE_DTYPES, RowSelection, WeightFormat
+from kernels.formats import SCALE_DTYPES, WeightFormat
+from kernels.weight import RowSelection
 from snapshot.formats import find_weight
 from snapshot.fused import find_fused
 from snapshot.reader import PAGE, page_end

@@ -5,7 +5,8 @@ How many there are is decided before anything is loaded (SlotClass, share_out); 
 
 from dataclasses import dataclass
 
-from kernels.packing import grouped, packed_bytes
+from kernels.formats import integer_format
+from kernels.weight import packed_bytes
 from machine.arena import Arena
 from snapshot.reader import PAGE
 
@@ -30,7 +31,7 @@ def slot_bytes(config, disk, layer, bits):
     places = [disk.places[layer, expert] for expert in range(config.num_experts)]
     size = max((place.num_bytes for place in places if bits == 16 or place.is_packed), default=0)
     if bits < 16 and not all(place.is_packed for place in places):
-        D, W, fmt = config.hidden_size, config.moe_intermediate_size, grouped(bits)
+        D, W, fmt = config.hidden_size, config.moe_intermediate_size, integer_format(bits)
         size = max(size, 2 * packed_bytes(fmt, W, D) + packed_bytes(fmt, D, W))
     return -(-size // PAGE) * PAGE
 

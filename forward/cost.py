@@ -12,8 +12,9 @@ from forward.attention import indexer
 from forward.kv_cache import kv_dtype
 from forward.lm_head import LOGIT_ROWS
 from forward.moe import OUTPUT_BYTES
-from kernels.packing import Weight, grouped, packed_bytes
-from kernels.reference import BLOCK_BYTES, WIDEN_BYTES
+from kernels.formats import integer_format
+from kernels.reference import BLOCK_BYTES, DEQUANTIZE_BYTES
+from kernels.weight import Weight, packed_bytes
 
 
 def scratch_bytes(config, chunk_rows, capacity, is_native=False):
@@ -39,7 +40,7 @@ def scratch_bytes(config, chunk_rows, capacity, is_native=False):
         assignments = min(OUTPUT_BYTES, 4 * rows * c.num_active_experts * c.hidden_size)
         # Rows gathered for their experts, what comes out, and between them the two halves of the hidden layer.
         experts = assignments * (2 * c.hidden_size + 2 * c.moe_intermediate_size) // c.hidden_size
-        widened = min(3 * WIDEN_BYTES, 12 * c.hidden_size * c.moe_intermediate_size) if c.gate_limit else 0
+        widened = min(3 * DEQUANTIZE_BYTES, 12 * c.hidden_size * c.moe_intermediate_size) if c.gate_limit else 0
         return 4 * rows * (hidden + max(attention, moe)) + experts + selection + logits + row_scores + widened
     keys = 3 * c.num_heads * c.kv_lora_rank if is_mla else 2 * sum(c.kv_widths)
     attention = 2 * q_width + keys + 2 * index_width + v_width
@@ -52,7 +53,7 @@ def scratch_bytes(config, chunk_rows, capacity, is_native=False):
         4 * (rows * (hidden + max(attention, moe)) + kv_b + widened)
         + min(blocks, 4 * full_scores)
         + selection
-        + (min(2 * WIDEN_BYTES, 8 * c.vocab_size * c.hidden_size) + logits)
+        + (min(2 * DEQUANTIZE_BYTES, 8 * c.vocab_size * c.hidden_size) + logits)
     )
 
 
@@ -182,10 +183,10 @@ def resident_bytes_read(weights, config, context):
 
 
 def expert_bytes(place, bits=16):
-    """Of one expert in memory, read by each step that uses it: as stored, or quantised to `bits` at load."""
+    """Of one expert in memory, read by each step that uses it: as stored, or quantized to `bits` at load."""
     if bits == 16 or place.is_packed:
         return place.stored_bytes
-    return sum(packed_bytes(grouped(bits), piece.rows, piece.columns) for piece in place.pieces)
+    return sum(packed_bytes(integer_format(bits), piece.rows, piece.columns) for piece in place.pieces)
 
 
 def expected_experts(num_experts, num_active, num_rows):

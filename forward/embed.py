@@ -3,4 +3,4 @@
 
 def embed(weight, ids):
     """ids [T] -> float32 [T, hidden]; no scaling."""
-    return weight.take(ids)
+    return weight.dequantize_rows(ids)

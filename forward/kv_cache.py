@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.packing import FORMATS
+from kernels.formats import FORMATS
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ def route(config, weights, x):
     logits = linear(x, weights.router, weights.logit_bias)
     if config.router == "softmax":
         return dispatch.route_softmax(
-            logits, config.num_active_experts, config.normalise_weights, config.routed_scaling, config.expert_mass
+            logits, config.num_active_experts, config.normalize_weights, config.routed_scaling, config.expert_mass
         )
     return dispatch.route(
         logits,
@@ -21,7 +21,7 @@ def route(config, weights, x):
         config.num_active_experts,
         config.num_groups,
         config.num_active_groups,
-        config.normalise_weights,
+        config.normalize_weights,
         config.routed_scaling,
         config.expert_mass,
     )

@@ -39,7 +39,7 @@ class Sampler:
     def probabilities(self, logits):
         """logits [vocab] -> float64 [vocab], zero outside the top_k likeliest and outside the nucleus: the shortest
         prefix, most likely first, whose mass reaches `nucleus`. Ties go to the lowest id. Of the top_k it is a softmax
-        of its own; what the nucleus leaves is not renormalised."""
+        of its own; what the nucleus leaves is not renormalized."""
         scaled = logits.double() / max(self.temperature, MIN_TEMPERATURE)
         if 0 < self.top_k < len(scaled):
             scaled[~largest(scaled, self.top_k)] = -torch.inf

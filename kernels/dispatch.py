@@ -124,14 +124,14 @@ def rotate(x, first_column, cos, sin, interleaved=True):
     return first("rotate" if interleaved else "rotate_halves", x, first_column, cos, sin)
 
 
-def route(logits, bias, num_active, num_groups, num_active_groups, normalise, scaling, mass=0.0):
+def route(logits, bias, num_active, num_groups, num_active_groups, normalize, scaling, mass=0.0):
     """As reference.route."""
-    return first("route", logits, bias, num_active, num_groups, num_active_groups, normalise, scaling, mass)
+    return first("route", logits, bias, num_active, num_groups, num_active_groups, normalize, scaling, mass)
 
 
-def route_softmax(logits, num_active, normalise, scaling, mass=0.0):
+def route_softmax(logits, num_active, normalize, scaling, mass=0.0):
     """As reference.route_softmax."""
-    return first("route_softmax", logits, num_active, normalise, scaling, mass)
+    return first("route_softmax", logits, num_active, normalize, scaling, mass)
 
 
 def group_by_expert(chosen, shares, num_experts):

@@ -197,19 +197,19 @@ class Native:
         """As reference.rotate_halves."""
         return self.rotate(x, first, cos, sin, 1)
 
-    def route(self, logits, bias, num_active, num_groups, num_active_groups, normalise, scaling, mass=0.0):
+    def route(self, logits, bias, num_active, num_groups, num_active_groups, normalize, scaling, mass=0.0):
         """As reference.route."""
         rows, experts = logits.shape
         active = min(num_active, experts)
         chosen, weights = torch.empty(rows, active, dtype=torch.int64), torch.empty(rows, active)
         pointers = logits.data_ptr(), pointer(bias), chosen.data_ptr(), weights.data_ptr()
         sizes = rows, experts, active, num_groups, num_active_groups
-        check(self.call.route(self.pack.route(*pointers, *sizes, mass, scaling, normalise)))
+        check(self.call.route(self.pack.route(*pointers, *sizes, mass, scaling, normalize)))
         return chosen, weights
 
-    def route_softmax(self, logits, num_active, normalise, scaling, mass=0.0):
+    def route_softmax(self, logits, num_active, normalize, scaling, mass=0.0):
         """As reference.route_softmax."""
-        return self.route(logits, None, num_active, 1, 1, normalise, scaling, mass)
+        return self.route(logits, None, num_active, 1, 1, normalize, scaling, mass)
 
     def group_by_expert(self, chosen, shares, num_experts):
         """As reference.group_by_expert."""

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from kernels.packing import GROUP
+from kernels.formats import GROUP
 
 # A matrix is widened to float32 a block of rows at a time: the output head of a large model costs no second copy. Small
 # blocks are also faster, for they stay in the cache and malloc does not map each of them anew.
-WIDEN_BYTES = 4 << 20
+DEQUANTIZE_BYTES = 4 << 20
 SMALLEST = torch.finfo(torch.float32).smallest_normal
 # Scores, or gathered latents, of one block of rows of attention stay below this.
 BLOCK_BYTES = 64 << 20
@@ -24,13 +24,13 @@ BLOCK_BYTES = 64 << 20
 def linear(x, weight, bias=None):
     """x [T, in] times a Weight [out, in] -> float32 [T, out]. An integer weight has x rounded first, unless exact."""
     if weight.format.is_integer and not weight.exact:
-        x = round_activations(x)
-    step = max(1, WIDEN_BYTES // (4 * weight.columns))
+        x = quantize_activations(x)
+    step = max(1, DEQUANTIZE_BYTES // (4 * weight.columns))
     if weight.rows <= step:
-        return F.linear(x, weight.widen(), bias)
+        return F.linear(x, weight.dequantize(), bias)
     out = torch.empty(x.shape[0], weight.rows)
     for start in range(0, weight.rows, step):
-        out[:, start : start + step] = F.linear(x, weight.widen(start, start + step))
+        out[:, start : start + step] = F.linear(x, weight.dequantize(start, start + step))
     return out if bias is None else out + bias
 
 
@@ -96,7 +96,7 @@ def clamped_mlp(x, gate, up, down, gate_bias, up_bias, down_bias, limit, alpha):
     return linear((u + 1) * g * (alpha * g).sigmoid(), down, down_bias)
 
 
-def round_activations(x):
+def quantize_activations(x):
     """x [..., D] rounded to 8 bits in groups of 64 columns, as float32: what an integer kernel multiplies with.
 
     scale = max|x| / 127 of the group, code = round half to even(x / scale). Products of codes are whole numbers, so a
@@ -201,7 +201,7 @@ def route(logits, bias, *rest):
     return route_sigmoid(logits.sigmoid(), bias, *rest)
 
 
-def route_sigmoid(scores, bias, num_active, num_groups, num_active_groups, normalise, scaling, mass=0.0):
+def route_sigmoid(scores, bias, num_active, num_groups, num_active_groups, normalize, scaling, mass=0.0):
     """The noaux_tc router on sigmoid scores [T, E] -> (expert ids [T, A] ascending, weights [T, A]).
 
     The bias takes part in the choice, not in the weights. With groups, a group scores the sum of its two best
@@ -215,18 +215,18 @@ def route_sigmoid(scores, bias, num_active, num_groups, num_active_groups, norma
         kept = top_k_mask(group_scores, num_active_groups)
         choice = grouped.masked_fill(~kept[..., None], -torch.inf).flatten(1)
     experts = top_k_indices(choice, num_active)
-    return experts, expert_weights(scores.gather(1, experts), normalise, scaling, mass)
+    return experts, expert_weights(scores.gather(1, experts), normalize, scaling, mass)
 
 
-def route_softmax(logits, num_active, normalise, scaling, mass=0.0):
+def route_softmax(logits, num_active, normalize, scaling, mass=0.0):
     """The softmax router: of the probabilities of all experts the largest -> (expert ids [T, A] ascending, weights
-    [T, A]). Normalised, they are the softmax of the chosen logits alone. mass as of route_sigmoid."""
+    [T, A]). Normalized, they are the softmax of the chosen logits alone. mass as of route_sigmoid."""
     scores = logits.softmax(-1)
     experts = top_k_indices(logits, num_active)
-    return experts, expert_weights(scores.gather(1, experts), normalise, scaling, mass)
+    return experts, expert_weights(scores.gather(1, experts), normalize, scaling, mass)
 
 
-def expert_weights(scores, normalise, scaling, mass):
+def expert_weights(scores, normalize, scaling, mass):
     """Scores of the chosen experts [T, A] -> their weights; mass as of route_sigmoid."""
     weights = scores
     if 0 < mass < 1:
@@ -234,7 +234,7 @@ def expert_weights(scores, normalise, scaling, mass):
         enough = ordered.cumsum(-1) - ordered >= mass * ordered.sum(-1, keepdim=True)
         enough[:, 0] = False  # the best stays, however little is asked for
         weights = weights.scatter(1, order, ordered.masked_fill(enough, 0.0))
-    if normalise:
+    if normalize:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
     return weights * scaling
 
@@ -256,8 +256,8 @@ def group_by_expert(chosen, shares, num_experts):
 def logprobs(logits, targets):
     """logits [T, vocab], targets [T] -> (log-softmax(logits)[target], float64 [T]; ids of the largest logits [T])."""
     # Row by row: a float64 copy of all of them would be the largest tensor of the pass.
-    normalisers = torch.stack([row.double().logsumexp(-1) for row in logits])
-    return logits.gather(1, targets[:, None])[:, 0].double() - normalisers, logits.argmax(-1)
+    normalizers = torch.stack([row.double().logsumexp(-1) for row in logits])
+    return logits.gather(1, targets[:, None])[:, 0].double() - normalizers, logits.argmax(-1)
 
 
 def all_finite(x):
@@ -287,7 +287,7 @@ def absorbed_attention(queries, kv_b, latents, rope_keys, position, selection, v
     T, H = queries.shape[:2]
     R, L = rope_keys.shape[1], latents.shape[1]
     N = queries.shape[2] - R
-    weights = kv_b.widen().view(H, N + value_dim, L)
+    weights = kv_b.dequantize().view(H, N + value_dim, L)
     q_latent = torch.einsum("thn,hnl->thl", queries[..., :N], weights[:, :N])
     num_keys = len(latents) if selection is None else selection.shape[1]
     row_floats = H * num_keys if selection is None else num_keys * (L + R + H)

@@ -181,7 +181,7 @@ class RouteStruct(ctypes.Structure):
         ("active_groups", c_int64),
         ("mass", c_double),
         ("scaling", c_float),
-        ("normalise", c_int32),
+        ("normalize", c_int32),
     ]
 
 

@@ -12,7 +12,7 @@ from experts.route_trace import RouteTrace
 from experts.usage import UsageHistory
 from forward.model import Model
 from kernels import dispatch
-from kernels.packing import GROUP
+from kernels.formats import GROUP
 from load.plan import MemoryPlan, make_plan
 from machine.memory import MemoryGuard, available_bytes
 from machine.threads import num_threads
@@ -156,7 +156,7 @@ def list_lossy(settings, num_active, resident, disk):
     """What the user asked for that changes answers, in words; `num_active` experts a token are the model's own."""
     packs_dense = any(resident.packs(stored, settings.dense_bits) for stored in resident.matrices)
     lossy = [
-        f"{what} weights are quantised to {bits} bits at load, groups of {GROUP} columns"
+        f"{what} weights are quantized to {bits} bits at load, groups of {GROUP} columns"
         for what, bits, packs in (
             ("expert", settings.expert_bits, disk.packs(settings.expert_bits)),
             ("dense", settings.dense_bits, packs_dense),

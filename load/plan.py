@@ -12,7 +12,7 @@ from experts.slots import ExpertSlots, share_out, slot_bytes
 from forward.cost import scratch_bytes
 from forward.kv_cache import KvCache
 from kernels.build import has_compiler
-from kernels.packing import PACK_BYTES
+from kernels.quantize import ROWS_BYTES
 from machine.memory import available_bytes, rss_bytes
 
 AUTO_SHARE = 0.88
@@ -106,8 +106,8 @@ def find_budget(ram_gb):
 
 
 def packing_bytes(config, disk):
-    """Memory that quantising one expert takes: the expert as stored, and a block of rows in float32 four times."""
-    return disk.max_expert_bytes + 4 * min(PACK_BYTES, 4 * config.hidden_size * config.moe_intermediate_size)
+    """Memory that quantizing one expert takes: the expert as stored, and a block of rows in float32 four times."""
+    return disk.max_expert_bytes + 4 * min(ROWS_BYTES, 4 * config.hidden_size * config.moe_intermediate_size)
 
 
 def make_plan(config, resident, disk, settings, context, tokenizer_bytes=0, kv_slots=1):
@@ -152,7 +152,7 @@ def make_plan(config, resident, disk, settings, context, tokenizer_bytes=0, kv_s
         lower = "lower CTX or KV_SLOTS" if kv_slots > 1 else "lower CTX"
         raise Refused(
             f"this does not fit: need {need} and CTX={context}{slots}, have {gb(budget)} ({source}); "
-            f"raise RAM_GB, {lower}, or quantise (python colibri.py cap expert_bits dense_bits)"
+            f"raise RAM_GB, {lower}, or quantize (python colibri.py cap expert_bits dense_bits)"
         )
     if not settings.cap and plan.cache_bytes:
         plan = plan_with(chunk, budget - plan.need_bytes + plan.cache_bytes)

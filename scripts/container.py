@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from experts.disk import PAGE
-from kernels.packing import MXFP4
+from kernels.formats import MXFP4
 from machine.files import atomic_write
 from snapshot.formats import SCALES
 from snapshot.index import ITEM_BYTES, STAMP

@@ -8,7 +8,8 @@ import torch
 
 from errors import Refused, printable
 from experts.disk import MATRICES, ExpertDisk
-from kernels.packing import DTYPES, FORMATS, MXFP4, SEARCH, WeightFormat, quantise, row_blocks
+from kernels.formats import DTYPES, FORMATS, MXFP4, WeightFormat
+from kernels.quantize import SEARCH_STEPS, quantize, row_blocks
 from scripts.container import PADDING, ContainerTensor, part_of, shard_bytes, shard_header, weight_parts
 from snapshot.config import read_config
 from snapshot.dense import DenseTensors, read_bytes, read_weight
@@ -67,7 +68,7 @@ class ConvertedMatrix:
         return [part_of(entry.name, entry.dtype, entry.shape) for entry in (stored.scales, stored.data)]
 
     def tensors(self, reader):
-        """The bytes of `parts`: read and quantised a block of rows at a time."""
+        """The bytes of `parts`: read and quantized a block of rows at a time."""
         stored, fmt = self.stored, self.target
         if fmt is None and stored.within:
             weight = read_weight(reader, stored)
@@ -79,11 +80,11 @@ class ConvertedMatrix:
         scales = torch.empty(fmt.scale_shape(stored.rows, stored.columns), dtype=DTYPES[self.scale_dtype])
         largest = 0.0
         for start, stop in row_blocks(stored.rows, stored.columns):
-            matrix = read_weight(reader, stored.part(start, stop)).widen()
+            matrix = read_weight(reader, stored.part(start, stop)).dequantize()
             if not matrix.isfinite().all():
                 raise Refused(f"{stored.data.path}: tensor {stored.name} holds a NaN or infinity; download it again")
             largest = max(largest, matrix.abs().max().item())
-            data[start:stop], scales[start:stop] = quantise(matrix, fmt, scales.dtype, SEARCH)
+            data[start:stop], scales[start:stop] = quantize(matrix, fmt, scales.dtype, SEARCH_STEPS)
         if scales.dtype == torch.float16 and largest and not MIN_F16_SCALE <= scales.abs().max() < torch.inf:
             raise Refused(f"tensor {self.name}: its scales are out of what F16 holds; take --scales F32")
         return [scales, data]

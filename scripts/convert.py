@@ -4,7 +4,7 @@
     python scripts/convert.py SRC DST --experts 4 --dense 8 --embeddings 8 --mtp 8
     python scripts/convert.py SRC DST --verify
 
-SRC is only read. Matrices are quantised in groups of 64 columns with 16-bit scales (4 bits: 4.25 a weight); a matrix
+SRC is only read. Matrices are quantized in groups of 64 columns with 16-bit scales (4 bits: 4.25 a weight); a matrix
 that has as few bits already is copied as it is, and so are norms, routers and biases. DST gets a file for each layer,
 the tokenizer, the chat template and the configs. Started again after an interruption it goes on where it was, and the
 bytes are the same. --verify reads DST back when it is whole: the checksum of each file, and every matrix against SRC.
@@ -34,7 +34,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from errors import Refused, printable
-from kernels.packing import GROUPS, requantise, row_blocks
+from kernels.formats import GROUPS
+from kernels.quantize import quantize_with_scales, row_blocks
 from machine.files import PARTIAL, atomic_write
 from scripts.container import CHECKSUM, UNKNOWN, with_checksum_of, write_shard
 from scripts.conversion import Conversion, ConversionOptions, ConvertedMatrix
@@ -186,7 +187,7 @@ def check_disk(out, num_bytes, files):
 def verify(conversion, out, num_threads):
     """The checksum of every file, and every tensor against the source -> what differs, a line each.
 
-    A copied tensor must be equal byte by byte. A quantised one must hold, for the scales it has, the codes that the
+    A copied tensor must be equal byte by byte. A quantized one must hold, for the scales it has, the codes that the
     source gives; its error is summed up by role.
     """
     index, reader = read_index(out), Reader()
@@ -220,11 +221,13 @@ def compare(item, conversion, index, reader):
     stored = find_weight(index, item.name, (item.stored.rows, item.stored.columns))
     problem, error, power = None, 0.0, 0.0
     for start, stop in row_blocks(stored.rows, stored.columns):
-        source = read_weight(conversion.reader, item.stored.part(start, stop)).widen()
+        source = read_weight(conversion.reader, item.stored.part(start, stop)).dequantize()
         weight = read_weight(reader, stored.part(start, stop))
-        if weight.format != item.target or not torch.equal(requantise(source, weight.scales, item.target), weight.data):
+        if weight.format != item.target or not torch.equal(
+            quantize_with_scales(source, weight.scales, item.target), weight.data
+        ):
             problem = f"{item.name}: its codes are not those of the source"
-        error += (weight.widen() - source).square_().sum(dtype=torch.float64).item()
+        error += (weight.dequantize() - source).square_().sum(dtype=torch.float64).item()
         power += source.square().sum(dtype=torch.float64).item()
     return problem, f"{item.role} {item.target}", error, power
 
@@ -259,7 +262,7 @@ def main(arguments):
         help="columns of a group, 0 = a row (64); 3 bits are always in groups of 64",
     )
     parser.add_argument("--scales", choices=("F16", "F32"), default="F16", help="dtype of the scales (F16)")
-    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="matrices quantised at once (all cores)")
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="matrices quantized at once (all cores)")
     parser.add_argument("--verify", action="store_true", help="read DST back and compare it with SRC")
     args = parser.parse_args(arguments)
     fields = {name: getattr(args, name) for name in ConversionOptions.__dataclass_fields__}

@@ -63,7 +63,7 @@ class ModelConfig:
     router_has_bias: bool = False  # on the logits
     num_groups: int = 1
     num_active_groups: int = 1
-    normalise_weights: bool = True
+    normalize_weights: bool = True
     routed_scaling: float = 1.0
     # Experts with biases whose halves meet as (up + 1) * gate * sigmoid(alpha * gate), both clamped to this; 0: silu.
     gate_limit: float = 0.0

@@ -135,7 +135,7 @@ def read_sigmoid_router(fields, experts, groups=1, active_groups=1, scaling=1.0)
         "num_shared_experts": fields.count("n_shared_experts", 1, high=64),
         "num_groups": num_groups,
         "num_active_groups": num_active_groups,
-        "normalise_weights": fields.flag("norm_topk_prob", True),
+        "normalize_weights": fields.flag("norm_topk_prob", True),
         "routed_scaling": fields.number("routed_scaling_factor", scaling),
     }
 

@@ -7,18 +7,9 @@ packed already.
 import torch
 
 from errors import Refused
-from kernels.packing import (
-    DTYPES,
-    FLOATS,
-    SCALE_DTYPES,
-    Weight,
-    grouped,
-    pack_rows,
-    packed_bytes,
-    packed_view,
-    row_blocks,
-    view_weight,
-)
+from kernels.formats import DTYPES, FLOATS, SCALE_DTYPES, integer_format
+from kernels.quantize import quantize_rows, row_blocks
+from kernels.weight import Weight, packed_bytes, packed_view, view_weight
 from machine.arena import Arena, line_end
 from snapshot.formats import StoredWeight, find_weight
 from snapshot.weights import ModelWeights, MtpWeights, bind_layer
@@ -136,7 +127,9 @@ class DenseTensors:
     def matrix_bytes(self, stored, bits):
         """Memory of one matrix."""
         return (
-            packed_bytes(grouped(bits), stored.rows, stored.columns) if self.packs(stored, bits) else stored.num_bytes
+            packed_bytes(integer_format(bits), stored.rows, stored.columns)
+            if self.packs(stored, bits)
+            else stored.num_bytes
         )
 
     def num_bytes(self, bits):
@@ -210,7 +203,7 @@ def read_weight(reader, stored, buffer=None, exact=False):
 
 def read_packed(reader, stored, buffer, bits, exact=False):
     """A matrix packed into `buffer` as it is read, a block of rows at a time: as float32 a head alone is gigabytes."""
-    weight = packed_view(buffer, grouped(bits), stored.rows, stored.columns, exact)
+    weight = packed_view(buffer, integer_format(bits), stored.rows, stored.columns, exact)
     for start, stop in row_blocks(stored.rows, stored.columns):
-        pack_rows(weight, start, read_weight(reader, stored.part(start, stop)).widen())
+        quantize_rows(weight, start, read_weight(reader, stored.part(start, stop)).dequantize())
     return weight

@@ -1,4 +1,4 @@
-"""Which bytes of a snapshot mean which weight format. The formats and their packing are kernels/packing.py's.
+"""Which bytes of a snapshot mean which weight format. The formats themselves are in kernels/formats.py.
 
 A matrix X comes as one of
 
@@ -16,7 +16,8 @@ import math
 from dataclasses import dataclass, replace
 
 from errors import Refused, shorten, show
-from kernels.packing import BLOCK, FLOATS, FORMATS, FP8, GROUPS, MXFP4, RowSelection, WeightFormat
+from kernels.formats import BLOCK, FLOATS, FORMATS, FP8, GROUPS, MXFP4, WeightFormat
+from kernels.weight import RowSelection
 from snapshot.index import TensorEntry
 
 SCALES = ".qs"
@@ -54,7 +55,7 @@ class StoredWeight:
     def part(self, start, stop):
         """Rows start .. stop alone; of an fp8 matrix start must begin a block."""
         if self.within:
-            return replace(self, rows=stop - start, within=self.within.after(start))
+            return replace(self, rows=stop - start, within=self.within.skip(start))
         scales, rows = self.scales, stop - start
         if scales is not None:
             unit = BLOCK if self.format is FP8 else 1

@@ -7,7 +7,8 @@ gate_up_proj_blocks [E, 2 W, D / 32, 16], _scales [E, 2 W, D / 32], the same of 
 """
 
 from errors import Refused
-from kernels.packing import FLOATS, MXFP4, RowSelection
+from kernels.formats import FLOATS, MXFP4
+from kernels.weight import RowSelection
 from snapshot.formats import StoredWeight, slice_of
 
 

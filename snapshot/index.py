@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from errors import Refused, shorten, show
-from kernels.packing import DTYPES
+from kernels.formats import DTYPES
 from snapshot.config import parse_json, read_json
 from snapshot.reader import open_file
 

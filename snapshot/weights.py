@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.packing import Weight
+from kernels.weight import Weight
 
 
 @dataclass(frozen=True, slots=True)

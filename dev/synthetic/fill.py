@@ -1,4 +1,4 @@
-"""Tensors -> the bytes of a file: which format each has, and its contents, taken from a pool or quantised."""
+"""Tensors -> the bytes of a file: which format each has, and its contents, taken from a pool or quantized."""
 
 from dataclasses import dataclass
 
@@ -6,7 +6,8 @@ import torch
 
 from dev.synthetic.pool import Pool
 from dev.synthetic.structure import CONSTANT
-from kernels.packing import DTYPES, FLOATS, FORMATS, FP8, WeightFormat, quantise, quantise_blocks
+from kernels.formats import DTYPES, FLOATS, FORMATS, FP8, WeightFormat
+from kernels.quantize import quantize, quantize_fp8
 from scripts.container import part_of, weight_parts
 
 MOST_VALUES = 1 << 25  # in a pool: tens of MB
@@ -89,9 +90,9 @@ class Filler:
 
     def encode(self, values, fmt):
         if fmt is FP8:
-            return list(reversed(quantise_blocks(values)))
+            return list(reversed(quantize_fp8(values)))
         if fmt.is_integer:
-            return list(reversed(quantise(values, fmt, DTYPES[self.scale_dtype])))
+            return list(reversed(quantize(values, fmt, DTYPES[self.scale_dtype])))
         return [values.to(fmt.dtype)]
 
     def copy(self, tensor, fmt):

@@ -1,6 +1,6 @@
 """Random weights at the speed of memory: one pool of packed normal numbers, every matrix a copy from anywhere in it.
 
-The numbers are quantised as real ones are, so their codes have mean zero. Bytes drawn at random do not: a nibble has
+The numbers are quantized as real ones are, so their codes have mean zero. Bytes drawn at random do not: a nibble has
 mean -0.5, every matrix product then adds one direction that all tokens share, and all take the same experts.
 A copy begins at any byte, not at a row, so two matrices that overlap in the pool have different rows.
 """
@@ -8,7 +8,9 @@ A copy begins at any byte, not at a row, so two matrices that overlap in the poo
 import numpy as np
 import torch
 
-from kernels.packing import FP8, grouped, quantise, quantise_blocks, unpack_codes
+from kernels.formats import FP8, integer_format
+from kernels.packing import unpack_codes
+from kernels.quantize import quantize, quantize_fp8
 
 COLUMNS = 4096  # of the matrix that is packed to make a pool
 SCALE_VALUES = 1 << 20
@@ -24,11 +26,11 @@ class Pool:
         numbers = rng.standard_normal((-(-num_values // COLUMNS), COLUMNS), dtype=np.float32)
         numbers = torch.from_numpy(numbers)
         if fmt is FP8:
-            data, _ = quantise_blocks(numbers)
+            data, _ = quantize_fp8(numbers)
             sample = data[:64].float()
         elif fmt.is_integer:
             # Groups of 64 and symmetric, whatever the format: only how codes lie in bytes counts.
-            data, _ = quantise(numbers, grouped(fmt.bits), steps=())
+            data, _ = quantize(numbers, integer_format(fmt.bits), steps=())
             sample, self.unit = unpack_codes(data[:64], fmt), 24 if fmt.bits == 3 else 1
         else:
             data, self.unit = numbers.to(fmt.dtype), fmt.dtype.itemsize

@@ -5,7 +5,7 @@
 enum { F32, BF16, F16, FP8, MXFP4, INT8, INT4, INT3, INT2 };
 enum { E8M0 = 3 }; /* another kind of scales: a power of two, its exponent + 127 */
 
-/* A matrix [rows, columns] as kernels/packing.py describes it. */
+/* A matrix [rows, columns] as kernels/formats.py describes it. */
 typedef struct {
     const uint8_t *data;
     const void *scales;
@@ -128,7 +128,7 @@ typedef struct {
     int64_t rows, experts, active, groups, active_groups;
     double mass; /* 0 < mass < 1: of the chosen only those that make up this share of their scores keep a weight */
     float scaling;
-    int32_t normalise;
+    int32_t normalize;
 } route_t;
 
 /* chosen, shares [rows, active] -> the distinct experts, where each begins, and the rows and shares of each. `experts`

@@ -18,7 +18,7 @@ def read_config(fields):
         **read_experts(fields, ("num_experts", "num_local_experts"), "intermediate_size", count=64, active=8),
         mlp_types=("sparse",) * model["num_layers"],
         router="softmax",
-        normalise_weights=fields.flag("norm_topk_prob", False),
+        normalize_weights=fields.flag("norm_topk_prob", False),
     )
     return check_count(fields, config, "num_experts")
 

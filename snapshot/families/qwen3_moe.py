@@ -18,7 +18,7 @@ def read_config(fields):
         mlp_types=read_mlp_types(fields, model["num_layers"]),
         intermediate_size=fields.count("intermediate_size"),
         router="softmax",
-        normalise_weights=fields.flag("norm_topk_prob", False),
+        normalize_weights=fields.flag("norm_topk_prob", False),
     )
     return check_count(fields, config, "num_experts")
 

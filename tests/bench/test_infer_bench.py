@@ -12,7 +12,8 @@ from bench import infer_bench, peaks
 from bench.infer_bench import Asked, Costs, Timed, floors, main, percentile, summarise
 from bench.peaks import PEAKS, Peaks, find_peaks
 from forward import cost
-from kernels.packing import FLOATS, Weight
+from kernels.formats import FLOATS
+from kernels.weight import Weight
 from settings import EMBEDDED_SNAPSHOT
 from snapshot.config import read_config
 

@@ -14,7 +14,7 @@ from dev import quality
 from errors import Refused
 from forward.kv_cache import KvCache
 from forward.step import step_logprobs
-from kernels.packing import SEARCH
+from kernels.quantize import SEARCH_STEPS
 from scripts import conversion
 from scripts.conversion import ConversionOptions
 from settings import EMBEDDED_SNAPSHOT
@@ -68,7 +68,7 @@ def test_fewer_bits_cost_more_and_rounded_activations_little(texts, capsys):
     assert 0 < eight["kl"] < four["kl"] < row["kl"] < two["kl"]
     assert four["weight_error"] < plain["weight_error"] and four["bits"] == plain["bits"]
     assert eight["bits"] == 8.25 and 4.25 < four["bits"] < 4.4  # the indexer's are 8
-    assert conversion.SEARCH is SEARCH  # the converter is as it was
+    assert conversion.SEARCH_STEPS is SEARCH_STEPS  # the converter is as it was
     for line in (eight, four, plain, row, two):
         assert 0 < line["rounded"]["kl_alone"] < 0.1 * four["kl"]
         assert line["rounded"]["kl"] == pytest.approx(line["kl"] + line["rounded"]["kl_more"])
@@ -77,10 +77,10 @@ def test_fewer_bits_cost_more_and_rounded_activations_little(texts, capsys):
 
 
 def test_the_perplexity_is_the_one_of_the_engine(texts, capsys, load):
-    """The rest of a row of 1,024 counts too, and routed experts alone can be quantised."""
+    """The rest of a row of 1,024 counts too, and routed experts alone can be quantized."""
     arguments = ("--texts", texts, "--tokens", 100, "--formats", "int4-g64", "--experts-alone")
     code, out, _ = run(capsys, *arguments)
-    assert code == 0 and out[0] == "tiny, 100 held-out tokens, routed experts alone quantised"
+    assert code == 0 and out[0] == "tiny, 100 held-out tokens, routed experts alone quantized"
     [ids] = quality.load_rows(texts, EMBEDDED_SNAPSHOT, 100)
     loaded = load(EMBEDDED_SNAPSHOT, KERNELS="reference")
     logprobs, _ = step_logprobs(loaded.model, [(ids[:-1], KvCache(loaded.config, 100))], ids[1:])

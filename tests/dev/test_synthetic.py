@@ -18,7 +18,7 @@ from experts.disk import PAGE
 from forward.kv_cache import KvCache
 from forward.mlp import mlp
 from forward.step import step, step_all
-from kernels.packing import FORMATS
+from kernels.formats import FORMATS
 
 NAMES = "f32 f16 bf16 fp8-b128 int8-row int8-g64 int4-row int4-g64 int3-g64 int2-row int2-g64".split()
 # Sizes that are no multiples of 64 where a format allows it.
@@ -89,7 +89,7 @@ def test_weights_have_mean_zero_and_experts_are_independent(name, load, tmp_path
         experts = [one for batch in request.ready(0, 16) for one in batch]  # all have a slot: they stay good
     for _, matrices in experts:
         for weight in matrices:
-            values = weight.widen()
+            values = weight.dequantize()
             assert abs(values.mean()) < 0.02 * values.std()
         outputs.append(mlp(x, *matrices).flatten())
     cosines = torch.corrcoef(torch.stack(outputs)) - torch.eye(16)

@@ -4,7 +4,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from kernels.packing import packed_bytes
+from kernels.weight import packed_bytes
 from tests.conftest import FIXTURES
 
 LAYER = 2
@@ -204,15 +204,16 @@ def test_the_arena_is_allocated_up_front(cache_of):
 
 @pytest.mark.parametrize("bits", [8, 4, 2])
 def test_packed_slots_hold_what_packing_the_file_gives(cache_of, bits):
-    from kernels.packing import grouped, pack
+    from kernels.formats import integer_format
+    from kernels.quantize import quantize_weight
 
     cache = cache_of(1, expert_bits=bits)
     tensors = safetensors.torch.load_file(FIXTURES / "glm_moe_dsa" / "model.safetensors")
     for expert, matrices in everything(cache, [2, 5]):
         for word, matrix in zip(("gate", "up", "down"), matrices, strict=True):
             stored = tensors[f"model.layers.{LAYER}.mlp.experts.{expert}.{word}_proj.weight"]
-            assert torch.equal(matrix.widen(), pack(stored.float(), grouped(bits)).widen())
-            assert matrix.num_bytes == packed_bytes(grouped(bits), *stored.shape)
+            assert torch.equal(matrix.dequantize(), quantize_weight(stored.float(), integer_format(bits)).dequantize())
+            assert matrix.num_bytes == packed_bytes(integer_format(bits), *stored.shape)
 
 
 def test_layers_of_different_formats_have_slots_of_their_own_size(load, tmp_path):

@@ -28,7 +28,7 @@ from snapshot.config import ConfigFields, read_config
 from tests.conftest import FAMILIES, FIXTURES, read_json, reference, write_fused
 from tests.forward.test_forward import TOLERANCE, all_logits, check
 from tests.generate.test_mtp import layers_forward_of
-from tests.scripts.test_convert import dequantised
+from tests.scripts.test_convert import dequantized
 from tests.scripts.test_convert import run as convert
 
 MTP = ("glm_moe_dsa_mtp", "glm4_moe", "deepseek_v3")
@@ -104,9 +104,9 @@ def test_a_token_gets_the_same_bits_in_any_company(load, name):
 
 
 MISTAKES = {  # what a wrong reading of config.json would do, on the fixture that shows it
-    "mixtral": [dict(normalise_weights=False), dict(rope_interleaved=True), dict(router="sigmoid")],
-    "qwen3_moe": [dict(normalise_weights=False), dict(windows=(0, 0, 20, 0))],
-    "olmoe": [dict(normalise_weights=True), dict(num_active_experts=3)],
+    "mixtral": [dict(normalize_weights=False), dict(rope_interleaved=True), dict(router="sigmoid")],
+    "qwen3_moe": [dict(normalize_weights=False), dict(windows=(0, 0, 20, 0))],
+    "olmoe": [dict(normalize_weights=True), dict(num_active_experts=3)],
     "glm4_moe": [dict(rope_interleaved=True), dict(routed_scaling=1.0), dict(nope_head_dim=0, rope_head_dim=16)],
     "deepseek_v3": [dict(num_groups=1, num_active_groups=1), dict(rope_interleaved=False)],
     "deepseek_v3_yarn": [dict(score_factor=1.0), dict(factor=1.0), dict(rope_interleaved=True)],
@@ -285,12 +285,12 @@ def test_costs_are_those_of_the_weights(load, name):
 
 @pytest.mark.parametrize(("name", "naming"), NAMINGS)
 def test_a_container_of_eight_bits(folder, load, tmp_path, name, naming):
-    """It is the model of its dequantised weights, and near the one it was made of."""
+    """It is the model of its dequantized weights, and near the one it was made of."""
     out = tmp_path / "out"
     assert convert(folder(name, naming), out, "--experts", 8, "--dense", 8, "--verify") == 0
     ids, loaded = reference(name)[0]["seq"], load(out, cap=2, EXACT=1)
     assert {fmt.name for fmt in loaded.disk.formats()} == {"mxfp4" if naming == "mxfp4" else "int8-g64"}
-    logits, plain = all_logits(loaded.model, ids), load(dequantised(out, tmp_path / "plain"))
+    logits, plain = all_logits(loaded.model, ids), load(dequantized(out, tmp_path / "plain"))
     torch.testing.assert_close(logits, all_logits(plain.model, ids), atol=1e-4, rtol=0)
     near = (logits - reference(name)[1]["logits"])[:8]  # later another key or expert is chosen now and then
     assert near.abs().median() < NEAR
@@ -300,12 +300,12 @@ def test_fewer_bits_than_mxfp4_has(folder, load, tmp_path):
     assert convert(folder("gpt_oss", "mxfp4"), tmp_path / "out", "--experts", 3, "--dense", 8, "--verify") == 0
     ids, loaded = reference("gpt_oss")[0]["seq"], load(tmp_path / "out", EXACT=1)
     assert {fmt.name for fmt in loaded.disk.formats()} == {"int3-g64"}
-    plain = load(dequantised(tmp_path / "out", tmp_path / "plain"))
+    plain = load(dequantized(tmp_path / "out", tmp_path / "plain"))
     torch.testing.assert_close(all_logits(loaded.model, ids), all_logits(plain.model, ids), atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize(("name", "naming"), NAMINGS)
-def test_quantised_at_load(folder, load, name, naming):
+def test_quantized_at_load(folder, load, name, naming):
     """MXFP4 stays as it is, and that is said."""
     loaded = load(folder(name, naming), cap=2, expert_bits=8, dense_bits=8, EXACT=1)
     near = (all_logits(loaded.model, reference(name)[0]["seq"]) - reference(name)[1]["logits"])[:8]

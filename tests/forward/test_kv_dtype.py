@@ -11,7 +11,7 @@ from forward.step import step, step_all
 from generate.kv_rows import BatchKvCache
 from kernels import dispatch, reference
 from kernels.build import VARIANTS, processor_flags
-from kernels.packing import FORMATS
+from kernels.formats import FORMATS
 from settings import EMBEDDED_SNAPSHOT
 from tests.conftest import FIXTURES, read_json
 from tests.forward.test_bits import ids_of, need_kernels

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from kernels import reference
-from kernels.packing import FORMATS, MXFP4, RowSelection, Weight, view_weight
+from kernels.formats import FORMATS, MXFP4
 from kernels.reference import ClampedSwiGlu
+from kernels.weight import RowSelection, Weight, view_weight
 from snapshot.rope import plain_frequencies
 from tests.kernels.test_kernels import kernels, randn, weights_of  # noqa: F401
 
@@ -87,13 +88,13 @@ def test_rotate_halves(kernels, shape, first, rotary):  # noqa: F811
 
 
 @pytest.mark.parametrize(("experts", "active"), [(8, 2), (128, 8), (33, 33), (1, 1)])
-@pytest.mark.parametrize("normalise", [False, True])
+@pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("mass", [0.0, 0.7])
-def test_route_softmax(kernels, experts, active, normalise, mass):  # noqa: F811
+def test_route_softmax(kernels, experts, active, normalize, mass):  # noqa: F811
     logits = randn(50, experts) * 3
     logits[3] = logits[3, 0]  # ties: the lowest ids
     logits[4] += 1000.0
-    rest = active, normalise, 1.5, mass
+    rest = active, normalize, 1.5, mass
     chosen, weights = reference.route_softmax(logits, *rest)
     for native in kernels.values():
         got, got_weights = native.route_softmax(logits, *rest)

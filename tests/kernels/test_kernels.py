@@ -8,8 +8,10 @@ import torch
 
 from kernels import dispatch, reference
 from kernels.build import AVX2, AVX512, SANITIZE, BuildError, NoCompiler, find_library, usable_variants
+from kernels.formats import FORMATS, FP8, MXFP4
 from kernels.native import Native
-from kernels.packing import FORMATS, FP8, MXFP4, Weight, quantise, quantise_blocks
+from kernels.quantize import quantize, quantize_fp8
+from kernels.weight import Weight
 from settings import KERNELS, Settings
 
 FOLDER = Settings.read([], {}).cache / "kernels"
@@ -42,14 +44,14 @@ def weights_of(fmt, rows, columns, seed=1):
     """A matrix in some format; of integers also one that keeps activations in float32, and one with float16 scales."""
     matrix = randn(rows, columns, seed=seed)
     if fmt is FP8:
-        data, scales = quantise_blocks(matrix)
+        data, scales = quantize_fp8(matrix)
         return [Weight(data, columns, fmt, scales)]
     if fmt is MXFP4:
         return [mxfp4(rows, columns, seed)]
     if not fmt.is_integer:
         return [Weight(matrix.to(fmt.dtype), columns, fmt)]
-    data, scales = quantise(matrix, fmt)
-    half = quantise(matrix, fmt, torch.float16)
+    data, scales = quantize(matrix, fmt)
+    half = quantize(matrix, fmt, torch.float16)
     return [
         Weight(data, columns, fmt, scales),
         Weight(data, columns, fmt, scales, True),

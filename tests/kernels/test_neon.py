@@ -18,10 +18,11 @@ from kernels.build import (
     processor_flags,
     usable_variants,
 )
+from kernels.formats import FORMATS, FP8
 from kernels.native import KV_KINDS, Native, struct_of
-from kernels.packing import FORMATS, FP8, Weight
 from kernels.reference import rope_angles
 from kernels.structs import CALLS, WeightStruct
+from kernels.weight import Weight
 from snapshot.rope import plain_frequencies
 from tests.conftest import FIXTURES
 from tests.kernels.test_family_kernels import clamped_case
@@ -212,7 +213,7 @@ def add_grouped_attention(memory, native):
     memory.call("rotate halves", "rotate", expected, x=x, cos=cos, sin=sin, **numbers)
     logits = odd_rows(96).clamp(-60, 60)
     chosen, weights = native.route_softmax(logits, 6, True, 1.0)
-    sizes = dict(rows=20, experts=96, active=6, groups=1, active_groups=1, scaling=1.0, normalise=1)
+    sizes = dict(rows=20, experts=96, active=6, groups=1, active_groups=1, scaling=1.0, normalize=1)
     memory.call("softmax", "route", {"chosen": chosen, "weights": weights}, logits=logits, bias=None, **sizes)
     experts, gates = clamped_case(FORMATS["mxfp4"])
     x, starts, rows, shares = randn(18, 96) / 9, torch.tensor([0, 1, 1, 18, 20, 23]), torch.arange(23) % 18, randn(23)
@@ -270,7 +271,7 @@ def add_choices(memory, native):
         sizes = dict(rows=20, experts=96, active=6, groups=groups, active_groups=open_groups)
         memory.call(
             f"route {groups}", "route", {"chosen": chosen, "weights": weights}, logits=logits, bias=bias,
-            mass=mass, scaling=2.5, normalise=1, **sizes,
+            mass=mass, scaling=2.5, normalize=1, **sizes,
         )  # fmt: skip
     scores = odd_rows(500)
     expected = {"chosen": native.top_positions(scores, 300, 40)}

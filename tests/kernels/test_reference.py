@@ -30,7 +30,7 @@ def test_top_k_agrees_with_a_stable_sort_on_many_ties():
 
 def test_the_bias_chooses_and_does_not_weigh():
     logits, bias = torch.tensor([[2.0, 1.0, 0.0, -1.0]]), torch.tensor([0.0, 0.0, 0.0, 5.0])
-    experts, weights = route_sigmoid(logits.sigmoid(), bias, 2, 1, 1, normalise=False, scaling=1.0)
+    experts, weights = route_sigmoid(logits.sigmoid(), bias, 2, 1, 1, normalize=False, scaling=1.0)
     assert experts.tolist() == [[0, 3]]
     torch.testing.assert_close(weights, logits[:, [0, 3]].sigmoid())
 
@@ -38,21 +38,21 @@ def test_the_bias_chooses_and_does_not_weigh():
 def test_groups_compete_by_their_two_best():
     """Group 1 has the best expert, group 0 the better pair: with one active group, group 0 wins."""
     logits = torch.tensor([[1.0, 1.0, -9.0, 2.0, -9.0, -9.0]])
-    experts, _ = route_sigmoid(logits.sigmoid(), torch.zeros(6), 2, 2, 1, normalise=True, scaling=1.0)
+    experts, _ = route_sigmoid(logits.sigmoid(), torch.zeros(6), 2, 2, 1, normalize=True, scaling=1.0)
     assert experts.tolist() == [[0, 1]]
-    experts, _ = route_sigmoid(logits.sigmoid(), torch.zeros(6), 2, 1, 1, normalise=True, scaling=1.0)
+    experts, _ = route_sigmoid(logits.sigmoid(), torch.zeros(6), 2, 1, 1, normalize=True, scaling=1.0)
     assert experts.tolist() == [[0, 3]]
 
 
 def test_a_softmax_router_weighs_by_the_chosen_logits():
-    """Normalised, the weights are the softmax of the chosen logits; else their share of all."""
+    """Normalized, the weights are the softmax of the chosen logits; else their share of all."""
     logits = torch.tensor([[1.0, 3.0, 2.0, 3.0, -1.0]])
-    experts, weights = route_softmax(logits, 2, normalise=True, scaling=1.0)
+    experts, weights = route_softmax(logits, 2, normalize=True, scaling=1.0)
     assert experts.tolist() == [[1, 3]]
     torch.testing.assert_close(weights, torch.tensor([[0.5, 0.5]]))
-    experts, weights = route_softmax(logits, 3, normalise=False, scaling=2.0)
+    experts, weights = route_softmax(logits, 3, normalize=False, scaling=2.0)
     torch.testing.assert_close(weights, 2 * logits.softmax(-1)[:, [1, 2, 3]])
-    _, weights = route_softmax(logits, 3, normalise=False, scaling=1.0, mass=0.5)
+    _, weights = route_softmax(logits, 3, normalize=False, scaling=1.0, mass=0.5)
     assert (weights > 0).tolist() == [[True, False, True]]
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kernels import reference
-from kernels.packing import FORMATS
+from kernels.formats import FORMATS
 from snapshot.rope import plain_frequencies
 from tests.kernels.test_kernels import attention_case, kernels, randn  # noqa: F401
 
@@ -70,12 +70,12 @@ ROUTERS = [(1, 1, 1, 1), (24, 4, 1, 1), (256, 8, 1, 1), (64, 6, 8, 3), (16, 3, 1
 
 @pytest.mark.parametrize(("experts", "active", "groups", "active_groups"), ROUTERS)
 @pytest.mark.parametrize("mass", [0.0, 0.6, 1e-300, 1.0])
-@pytest.mark.parametrize("normalise", [True, False])
-def test_route(kernels, experts, active, groups, active_groups, mass, normalise):  # noqa: F811
+@pytest.mark.parametrize("normalize", [True, False])
+def test_route(kernels, experts, active, groups, active_groups, mass, normalize):  # noqa: F811
     """Coarse logits: many ties."""
     bias = randn(experts, seed=1).mul_(4).round_() / 40
     for logits in (randn(300, experts) * 3, randn(300, experts, seed=2).round_()):
-        rest = bias, active, groups, active_groups, normalise, 2.5, mass
+        rest = bias, active, groups, active_groups, normalize, 2.5, mass
         chosen, weights = reference.route(logits, *rest)
         got = same(kernels, lambda native, logits=logits, rest=rest: native.route(logits, *rest))
         # Scores that differ in the last bit alone may be chosen the other way round.

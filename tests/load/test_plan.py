@@ -52,7 +52,7 @@ def test_bits_shrink_the_plan_and_are_said(load, bits):
     plain, packed = load(SNAPSHOT).plan, load(SNAPSHOT, expert_bits=bits, dense_bits=bits)
     assert packed.plan.resident_bytes < plain.resident_bytes
     assert packed.plan.cache_bytes <= plain.cache_bytes
-    assert sum("quantised" in notice for notice in packed.notices) == 2
+    assert sum("quantized" in notice for notice in packed.notices) == 2
 
 
 def test_ctx_is_honoured_and_beyond_the_model_is_said(load):

@@ -191,7 +191,7 @@ def test_ctx_bounds_prompt_and_answer(run_colibri):
 def test_bits_are_said_and_still_speak(run_colibri, bits):
     process = run_colibri("0", bits, bits, PROMPT="In the beginning", TEMP=0, NGEN=16)
     out, err = text_of(process)
-    assert process.returncode == 0 and err.count(f"quantised to {bits} bits") == 2 and len(out) > 16
+    assert process.returncode == 0 and err.count(f"quantized to {bits} bits") == 2 and len(out) > 16
 
 
 def test_non_ascii_prompts_under_the_c_locale(run_colibri):

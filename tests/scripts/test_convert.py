@@ -17,7 +17,8 @@ import colibri
 from experts.disk import PAGE, ExpertDisk
 from forward.kv_cache import KvCache
 from forward.step import step_logprobs
-from kernels.packing import FORMATS, quantise_blocks
+from kernels.formats import FORMATS
+from kernels.quantize import quantize_fp8
 from load import model as load_module
 from scripts import convert
 from settings import Settings
@@ -42,17 +43,17 @@ def contents(folder):
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
-def dequantised(container, out):
+def dequantized(container, out):
     """The same model with every matrix widened to F32, under its own names."""
     config, family = read_config(container)
     index, reader, tensors = read_index(container), Reader(), {}
     resident, disk = DenseTensors(config, family, index), ExpertDisk(config, family, index, reader)
     for name, stored in resident.stored.items():
         is_matrix = isinstance(stored, StoredWeight)
-        tensors[name] = read_weight(reader, stored).widen().clone() if is_matrix else read_tensor(reader, stored)
+        tensors[name] = read_weight(reader, stored).dequantize().clone() if is_matrix else read_tensor(reader, stored)
     for layer, expert in disk.places:
         for stored in disk.matrices(layer, expert):
-            tensors[stored.name] = read_weight(reader, stored).widen().clone()
+            tensors[stored.name] = read_weight(reader, stored).dequantize().clone()
     reader.close()
     out.mkdir()
     safetensors.torch.save_file(tensors, out / "model.safetensors")
@@ -65,11 +66,11 @@ OPTIONS = [(), ("--experts", 3), ("--experts", 2, "--dense", 8), ("--group", 0),
 
 @pytest.mark.parametrize("name", SOURCES)
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "_".join(map(str, options)))
-def test_a_container_is_the_model_of_its_dequantised_weights(tmp_path, load, oracle_folder, name, options):
+def test_a_container_is_the_model_of_its_dequantized_weights(tmp_path, load, oracle_folder, name, options):
     assert run(oracle_folder(name), tmp_path / "out", "--verify", *options) == 0
     ids, loaded = reference(name)[0]["seq"], load(tmp_path / "out", cap=2, EXACT=1)
     logits = all_logits(loaded.model, ids)
-    plain = load(dequantised(tmp_path / "out", tmp_path / "plain"))
+    plain = load(dequantized(tmp_path / "out", tmp_path / "plain"))
     assert {fmt.name for fmt in plain.disk.formats()} == {"f32"}
     torch.testing.assert_close(logits, all_logits(plain.model, ids), atol=2e-5, rtol=0)
     # The C kernels add up in an order of their own for each format; torch widens and does the same arithmetic, but
@@ -185,7 +186,7 @@ def as_fp8(source, out):
     tensors = safetensors.torch.load_file(source / "model.safetensors")
     for name in [name for name, tensor in tensors.items() if tensor.dim() == 2 and name.startswith("model.layers.")]:
         if not name.endswith("mlp.gate.weight"):
-            tensors[name], tensors[name + "_scale_inv"] = quantise_blocks(tensors[name].float())
+            tensors[name], tensors[name + "_scale_inv"] = quantize_fp8(tensors[name].float())
     safetensors.torch.save_file(tensors, out / "model.safetensors")
 
 
@@ -208,7 +209,7 @@ def test_every_mode_runs_on_every_format(name, tmp_path, load, monkeypatch, caps
         as_fp8(TINY, folder)
     else:
         assert run(TINY, folder, *options) == 0
-    model = load(dequantised(folder, plain)).model
+    model = load(dequantized(folder, plain)).model
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(TINY / file, plain)
     prompt = read_json(TINY / "ref_glm.json")["prompt_ids"]
@@ -434,7 +435,7 @@ def test_verify_says_how_far_values_moved(container, capsys):
 # --- sources of other kinds -------------------------------------------------------------------------------------------
 
 
-def test_a_container_is_not_quantised_twice(container, tmp_path, capsys):
+def test_a_container_is_not_quantized_twice(container, tmp_path, capsys):
     """As few bits already: copied as it is, and only laid out anew."""
     assert run(container, tmp_path / "again", "--verify") == 0
     before, after = read_index(container), read_index(tmp_path / "again")

@@ -9,7 +9,7 @@ import safetensors.torch
 import torch
 
 from errors import Refused
-from kernels.packing import FORMATS, GROUPS
+from kernels.formats import FORMATS, GROUPS
 from snapshot.dense import read_weight
 from snapshot.formats import find_weight
 from snapshot.index import STAMP, read_index
@@ -77,7 +77,7 @@ def read(folder, shape, name=NAME):
     reader = Reader()
     try:
         stored = find_weight(read_index(folder), name, shape)
-        return stored.format.name, read_weight(reader, stored).widen()
+        return stored.format.name, read_weight(reader, stored).dequantize()
     finally:
         reader.close()
 
@@ -218,23 +218,23 @@ def c_container(source, out, group):
         if content:
             safetensors.torch.save_file(content, out / f"{file}.safetensors")
     (out / "config.json").write_text(json.dumps(config))
-    dequantised = out.with_name(out.name + "-f32")
-    dequantised.mkdir()
-    safetensors.torch.save_file(values, dequantised / "model.safetensors")
-    (dequantised / "config.json").write_text(json.dumps(config))
-    return dequantised
+    dequantized = out.with_name(out.name + "-f32")
+    dequantized.mkdir()
+    safetensors.torch.save_file(values, dequantized / "model.safetensors")
+    (dequantized / "config.json").write_text(json.dumps(config))
+    return dequantized
 
 
 @pytest.mark.parametrize("name", ["glm_moe_dsa", "glm_moe_dsa_mtp"])
 @pytest.mark.parametrize("group", [16, None])
 @pytest.mark.parametrize("cap", [1, 0])
-def test_a_container_of_the_c_engine_is_its_dequantised_model(tmp_path, load, name, group, cap):
-    dequantised = c_container(FIXTURES / name, tmp_path / "out", group)
+def test_a_container_of_the_c_engine_is_its_dequantized_model(tmp_path, load, name, group, cap):
+    dequantized = c_container(FIXTURES / name, tmp_path / "out", group)
     ids = reference(name)[0]["seq"]
     loaded = load(tmp_path / "out", cap=cap, EXACT=1)
     assert {fmt.name for fmt in loaded.disk.formats()} == {"int4-g16" if group else "int4-row"}
     logits = all_logits(loaded.model, ids)
-    torch.testing.assert_close(logits, all_logits(load(dequantised).model, ids), atol=1e-5, rtol=0)
+    torch.testing.assert_close(logits, all_logits(load(dequantized).model, ids), atol=1e-5, rtol=0)
     rounded = all_logits(load(tmp_path / "out", cap=cap).model, ids)
     assert 1e-4 < (rounded - logits)[0].abs().max() < 1  # later ones may go to other experts: these models are random
 
@@ -253,7 +253,7 @@ def test_arguments_that_do_nothing_for_packed_weights_say_so(tmp_path, load):
 
 
 def test_the_fp8_fixture_packs_at_load(load):
-    """FP8 is a float format: it can be quantised at load like BF16."""
+    """FP8 is a float format: it can be quantized at load like BF16."""
     loaded = load(FIXTURES / "glm_moe_dsa_fp8", expert_bits=8, dense_bits=8, EXACT=1)
     assert len(loaded.lossy) == 2
     ref, tensors = reference("glm_moe_dsa_fp8")
@@ -263,21 +263,21 @@ def test_the_fp8_fixture_packs_at_load(load):
 
 def test_an_expert_of_several_formats(tmp_path, load):
     """Per-tensor mixtures: int8 down in one expert, BF16 gate in another, int4 elsewhere; slots fit the largest."""
-    dequantised = c_container(FIXTURES / "glm_moe_dsa", tmp_path / "out", 16)
+    dequantized = c_container(FIXTURES / "glm_moe_dsa", tmp_path / "out", 16)
     tensors = safetensors.torch.load_file(tmp_path / "out" / "out-00000.safetensors")
     original = safetensors.torch.load_file(FIXTURES / "glm_moe_dsa" / "model.safetensors")
-    values = safetensors.torch.load_file(dequantised / "model.safetensors")
+    values = safetensors.torch.load_file(dequantized / "model.safetensors")
     down, gate = "model.layers.2.mlp.experts.3.down_proj.weight", "model.layers.2.mlp.experts.5.gate_proj.weight"
     packed, values[down] = c_tensors(down, original[down].float().numpy(), 8)
     tensors |= packed
     tensors[gate], values[gate] = original[gate], original[gate].float()
     del tensors[gate + ".qs"]
     safetensors.torch.save_file(tensors, tmp_path / "out" / "out-00000.safetensors")
-    safetensors.torch.save_file(values, dequantised / "model.safetensors")
+    safetensors.torch.save_file(values, dequantized / "model.safetensors")
     ids = reference("glm_moe_dsa")[0]["seq"]
     loaded = load(tmp_path / "out", cap=2, EXACT=1)
     assert {fmt.name for fmt in loaded.disk.formats()} == {"int4-g16", "int8-row", "bf16"}
-    expected = all_logits(load(dequantised).model, ids)
+    expected = all_logits(load(dequantized).model, ids)
     torch.testing.assert_close(all_logits(loaded.model, ids), expected, atol=1e-5, rtol=0)
 
 
