@@ -37,9 +37,10 @@ test: setup  ## the tests: no network, no GPU, a few minutes
 test-slow: setup  ## soaks and big files: some minutes, 1.5 GB of disk
 	$(BIN)/python -m pytest -q -m slow
 
-lint: setup  ## ruff: rules and format
+lint: setup  ## ruff: rules and format; mypy: types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 
 native: setup  ## compile the C kernels for every set of instructions of this machine
 	$(BIN)/python scripts/native.py
@@ -67,5 +68,5 @@ soak: setup  ## mixed prompts for half an hour: the budget holds, nothing leaks,
 	$(BIN)/python dev/soak.py
 
 clean:  ## remove .venv and caches
-	rm -rf .venv .pytest_cache .ruff_cache
+	rm -rf .venv .pytest_cache .ruff_cache .mypy_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
