@@ -69,6 +69,7 @@ from scripts.options import OneLineParser, number_from, whole_from
 from settings import Settings
 from snapshot.config import read_config
 from snapshot.formats import StoredWeight
+from text.prompt import PromptPrefix
 from text.tokenizer import TextTokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -326,8 +327,7 @@ def make_prompt(opened, settings, count):
     if (opened.folder / "tokenizer.json").is_file():
         tokenizer = TextTokenizer(opened.folder, opened.config)
         text = "\n\n".join((ROOT / name).read_text(encoding="utf-8") for name in TEXTS if (ROOT / name).is_file())
-        ids = tokenizer.encode(text)
-        ids = tokenizer.with_prefix(ids) if settings.prefix else ids
+        ids = PromptPrefix(opened.config, tokenizer, settings.prefix).prepend(tokenizer.encode(text))
         if len(ids) >= count:
             return ids[:count], f"text ({TEXTS[0]} and what follows it)"
     elif reference_path(settings).exists():

@@ -48,6 +48,7 @@ from generate.sampler import Sampler, uniform
 from load.model import load_model
 from settings import EMBEDDED_SNAPSHOT, Settings
 from snapshot.config import read_config, read_json
+from text.prompt import PromptPrefix, shared_prefix_length
 from text.tokenizer import TextTokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -292,9 +293,7 @@ class TokensDiffer(Exception):
 
 def check_equal(what, expected, ids):
     if ids != expected:
-        at = next(
-            (i for i, (a, b) in enumerate(zip(expected, ids, strict=False)) if a != b), min(len(ids), len(expected))
-        )
+        at = shared_prefix_length(expected, ids)
         raise TokensDiffer(f"{what}: not the tokens of DRAFT=0, from token {at} on")
 
 
@@ -338,8 +337,10 @@ def print_verdict(rows):
 
 
 def tiny_jobs(num_tokens):
-    tokenizer = TextTokenizer(EMBEDDED_SNAPSHOT, read_config(EMBEDDED_SNAPSHOT)[0])
-    return [(tokenizer.with_prefix(tokenizer.encode(text)), num_tokens, None) for text in TEXTS]
+    config, _ = read_config(EMBEDDED_SNAPSHOT)
+    tokenizer = TextTokenizer(EMBEDDED_SNAPSHOT, config)
+    prefix = PromptPrefix(config, tokenizer, enabled=True)
+    return [(prefix.prepend(tokenizer.encode(text)), num_tokens, None) for text in TEXTS]
 
 
 def small_jobs(folder, num_tokens):

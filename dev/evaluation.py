@@ -16,6 +16,7 @@ from generate.score import ScoreRequest, score_requests
 from machine.console import say
 from modes.score import ScoreFileReader
 from text.detokenizer import Detokenizer
+from text.prompt import all_stop_ids, positions_needed
 
 PROGRESS_SECONDS = 5.0
 DEFAULT_ANSWER = 256  # tokens, where a task says nothing; that is lm_eval's own
@@ -66,9 +67,9 @@ class Evaluation:
         if self.tokenizer is None:
             raise Refused(f"{opened.folder}: has no tokenizer.json; an evaluation is made of texts")
         # In front of every text, cut or not, stands the family's prefix.
-        self.prefix = list(self.tokenizer.prefix_ids) if self.reader.add_prefix else []
+        self.prefix = self.reader.prefix.ids
         self.start = self.prefix or first_token(self.tokenizer, opened)  # stands for an empty context
-        self.stop_ids = frozenset({*opened.config.stop_ids, *self.tokenizer.stop_ids})
+        self.stop_ids = all_stop_ids(opened.config, self.tokenizer)
         self.num_cut = self.all_cut = 0  # texts that were cut on the left: since the last word about it, and in all
         self.loaded = None
 
@@ -90,8 +91,7 @@ class Evaluation:
 
     def fit(self, ids, room, what):
         """A context -> at most `room` ids: the prefix, and what stands nearest to its end."""
-        ids = self.tokenizer.with_prefix(ids) if self.prefix else ids
-        ids = list(ids or self.start)
+        ids = list(self.reader.prefix.prepend(ids) or self.start)
         least = max(len(self.prefix), 1)
         if room < least:
             raise Refused(f"a {what} of {self.context + 1 - room} tokens does not fit CTX={self.context}; raise CTX")
@@ -151,7 +151,7 @@ class Evaluation:
         """[(context, Options), ...] -> texts. The same request asked again is sampled anew."""
         prompts, rows, asked = [], [], {}
         for context, options in requests:
-            room = self.context - options.max_tokens + 1  # the last token is never forwarded
+            room = self.context - positions_needed(0, options.max_tokens)
             prompts.append(self.fit(self.tokenizer.encode(context), room, "answer"))
             rows.append(asked.setdefault((context, options), 0))
             asked[context, options] += 1
@@ -233,7 +233,7 @@ def first_token(tokenizer, opened):
     for key in ("bos_token", "eos_token"):
         declared = tokenizer.extra.get(key)
         declared = declared.get("content") if isinstance(declared, dict) else declared
-        if isinstance(declared, str) and (ids := tokenizer.ids_of([declared])):
+        if isinstance(declared, str) and (ids := tokenizer.find_ids([declared])):
             return ids
     if ids := (*tokenizer.stop_ids, *opened.config.stop_ids)[:1]:
         return list(ids)

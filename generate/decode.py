@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from forward.step import step, step_all
 from generate.draft import NoDraft
+from text.prompt import positions_needed
 
 
 @dataclass(slots=True)
@@ -38,7 +39,7 @@ def spec_decode(model, kv, prompt_ids, sampler, max_tokens, stop_ids=(), draft=N
     ids, end = list(prompt_ids), len(prompt_ids) + max_tokens
     if kv.length >= len(ids):
         raise ValueError("spec_decode needs at least one prompt id that the KV state does not hold")
-    if len(ids) + max_tokens - 1 > kv.capacity:
+    if positions_needed(len(ids), max_tokens) > kv.capacity:
         raise ValueError(f"{len(ids)} prompt tokens and {max_tokens} more do not fit {kv.capacity} positions")
     if max_tokens < 1:
         return

@@ -28,6 +28,7 @@ from kernels.dispatch import all_finite
 from machine.files import atomic_write
 from snapshot.config import parse_json
 from snapshot.reader import open_file, read_file
+from text.prompt import shared_prefix_length
 
 VERSION = 1
 DIGEST_BYTES = 32
@@ -203,7 +204,7 @@ class KvFileStore:
         known = self.known.get(name)
         try:
             if known and self.may_append(known, ids):
-                common = common_length(known.ids, ids)
+                common = shared_prefix_length(known.ids, ids)
                 if common < len(ids):
                     with open(known.path, "r+b") as file:
                         file.seek(known.size)
@@ -222,7 +223,7 @@ class KvFileStore:
         except OSError:
             return False
         dead = known.size - len(known.ids) * self.row_bytes
-        lost = (len(known.ids) - common_length(known.ids, ids)) * self.row_bytes
+        lost = (len(known.ids) - shared_prefix_length(known.ids, ids)) * self.row_bytes
         return stat.S_ISREG(found.st_mode) and found.st_size == known.size and dead + lost <= found.st_size // 2
 
     def write_whole(self, name, ids, kv):
@@ -253,12 +254,6 @@ def start_digest(before, first, ids):
     digest = hashlib.blake2b(before, digest_size=DIGEST_BYTES)
     digest.update(BOUNDS.pack(first, len(ids)) + struct.pack(f"<{len(ids)}I", *ids))
     return digest
-
-
-def common_length(ids, others):
-    """How many ids two texts have in common, from the first on."""
-    pairs = enumerate(zip(ids, others, strict=False))
-    return next((at for at, (id, other) in pairs if id != other), min(len(ids), len(others)))
 
 
 def reading(path):

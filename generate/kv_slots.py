@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from forward.kv_cache import KvCache
 from generate.draft import NgramProposer, Proposers
+from text.prompt import shared_prefix_length
 
 KEPT_SHARE = 4  # a text is gone on with where it stands if at most so small a part of the common beginning is lost
 
@@ -23,12 +24,7 @@ class KvSlot:
 
     def common(self, ids):
         """How many of these ids it holds, from the first on."""
-        count = 0
-        for mine, other in zip(self.ids[: self.kv.length], ids, strict=False):
-            if mine != other:
-                break
-            count += 1
-        return count
+        return shared_prefix_length(self.ids[: self.kv.length], ids)
 
     def begin(self, ids, length, source=None):
         """Go on with these ids, of which `length` are known here, or in the slot `source`."""

@@ -3,6 +3,8 @@
 import math
 from dataclasses import dataclass
 
+from text.prompt import positions_needed
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
@@ -115,6 +117,5 @@ def check_request(request, config, num_slots, context):
         )
     if not 1 <= r.num_samples <= num_slots:
         raise ValueError(f"num_samples={r.num_samples}: expected 1 to {num_slots}, a KV slot for each")
-    # The last token needs no position of its own: it is never forwarded.
-    if num_ids + max(r.max_tokens, 1) - 1 > context:
+    if positions_needed(num_ids, max(r.max_tokens, 1)) > context:
         raise ValueError(f"{num_ids} prompt tokens and {r.max_tokens} more do not fit {context} positions")

@@ -18,9 +18,9 @@ from dataclasses import asdict
 
 from generate.batch import Batch, Prefill, words_of
 from generate.draft_length import DraftLength
-from generate.kv_file import common_length
 from generate.kv_slots import KvSlot, choose
 from generate.request import Finished, Job, NewToken, Prefilled, QueueFull, Request, Started, check_request
+from text.prompt import shared_prefix_length
 
 __all__ = ["Finished", "Job", "NewToken", "Prefilled", "QueueFull", "Request", "Scheduler", "Started"]
 
@@ -156,7 +156,7 @@ class Scheduler:
         length, source = choice.length, choice.source
         if self.saved and r.conversation is not None and first.conversation != r.conversation:
             saved_ids = [] if r.prompt_logprobs else self.saved.ids(r.conversation)
-            if common_length(saved_ids, r.prompt_ids[:-1]) > length:
+            if shared_prefix_length(saved_ids, r.prompt_ids[:-1]) > length:
                 first.resume(self.saved, r.conversation)
                 length, source = first.common(r.prompt_ids[:-1]), first
         for slot in choice.slots:

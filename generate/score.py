@@ -14,6 +14,7 @@ import torch
 from forward.kv_cache import KvCache
 from forward.lm_head import LOGIT_ROWS
 from forward.step import logprobs_of, step, step_logprobs
+from text.prompt import shared_prefix_length
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +130,7 @@ def shared_length(contexts, chunk):
     """How many ids, that all contexts begin with, should go through the model first: 0 where that takes more sweeps
     over the experts, one for each `chunk` rows, than to read each context in whole. A context keeps one id at least."""
     first, last = min(contexts), max(contexts)  # in order, what lies between begins as they do
-    pairs = enumerate(zip(first[:-1], last, strict=False))
-    shared = next((at for at, (a, b) in pairs if a != b), len(first) - 1)
+    shared = shared_prefix_length(first[:-1], last)
 
     def sweeps(rows):
         return -(-rows // chunk)

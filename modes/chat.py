@@ -19,6 +19,7 @@ from machine.memory import rss_bytes
 from modes.report import RunReport, divide
 from modes.text import DEFAULT_TEMPERATURE, write
 from text.detokenizer import Detokenizer
+from text.prompt import PromptPrefix, all_stop_ids, max_answer_tokens, positions_needed, shared_prefix_length
 from text.tokenizer import TextTokenizer
 
 SIGN = "> "
@@ -70,7 +71,7 @@ class ChatHistory:
                 "colibri.py continues plain text (PROMPT)"
             )
         self.tokenizer, self.think, self.context = tokenizer, settings.think, context
-        self.prefixed = bool(config.text_prefix) and settings.prefix
+        self.prefix = PromptPrefix(config, tokenizer, settings.prefix)
         self.reserve = max(1, min(settings.ngen, context // 4))  # tokens that an answer should have
         self.messages, self.thinks = [], False
         self.start_ids = self.encode([question("x")])  # begins as every conversation; a bad template is refused here
@@ -79,8 +80,7 @@ class ChatHistory:
         """Messages -> the ids after which the answer comes."""
         text = self.tokenizer.render_chat(messages, self.think)
         self.thinks = text.rstrip().endswith("<think>")  # the answer begins with thoughts
-        ids = self.tokenizer.encode(text)
-        ids = self.tokenizer.with_prefix(ids) if self.prefixed else ids
+        ids = self.prefix.prepend(self.tokenizer.encode(text))
         if not ids:
             raise Refused(f"{self.tokenizer.path.parent}: the chat template makes no token of a message")
         return ids
@@ -90,7 +90,7 @@ class ChatHistory:
         not fit by itself."""
         messages = [*self.messages, question(text)]
         ids = self.encode(messages)
-        if len(ids) + self.reserve - 1 > self.context:
+        if positions_needed(len(ids), self.reserve) > self.context:
             while len(messages) > 1 and len(ids) > self.context // 2:
                 messages = messages[2:]
                 ids = self.encode(messages)
@@ -155,14 +155,12 @@ class Chat:
         self.draft = Drafter(self.model, self.kv, self.run.governor)
         temperature = DEFAULT_TEMPERATURE if settings.temp is None else settings.temp
         self.sampler = Sampler(temperature, settings.nucleus, settings.seed)
-        self.stop_ids = {*loaded.config.stop_ids, *tokenizer.stop_ids}
+        self.stop_ids = all_stop_ids(loaded.config, tokenizer)
         self.ngen, self.totals = settings.ngen, ChatTotals()
 
     def remember(self, ids):
         """Keep in the KV state what these ids begin with as well, and forget the rest."""
-        held = self.ids[: self.kv.length]
-        pairs = enumerate(zip(held, ids, strict=False))
-        self.kv.trim(next((at for at, (old, new) in pairs if old != new), min(len(held), len(ids))))
+        self.kv.trim(shared_prefix_length(self.ids[: self.kv.length], ids))
 
     def reply(self, ids, stop_key, show=write):
         """Give the answer after `ids`, piece by piece to `show` -> (its text, what cut it off, if anything did).
@@ -172,8 +170,7 @@ class Chat:
         kv, counters, stream = self.kv, DecodeCounters(), Detokenizer(self.tokenizer)
         self.remember(ids[:-1])
         self.ids, new, began = list(ids), len(ids) - kv.length, None
-        # The last token needs no position of its own: it is never forwarded.
-        max_tokens = min(self.ngen, kv.capacity - len(ids) + 1)
+        max_tokens = min(self.ngen, max_answer_tokens(len(ids), kv.capacity))
         progress = stop_key.watch(PrefillProgress(new))
         self.draft.resume(ids)
         tokens = spec_decode(
@@ -315,8 +312,8 @@ def run(settings, prompt):
         tokenizer = TextTokenizer(opened.folder, opened.config)
         history = ChatHistory(settings, opened.config, tokenizer, opened.context)
         ids = None if prompt is None else history.ask(prompt)  # refused before the weights are read, if it is
-        if history.prefixed and not tokenizer.has_prefix:
-            say(f"[prefix] {tokenizer.path.name} lacks {' '.join(opened.config.text_prefix)}: texts go without it")
+        if history.prefix.notice:
+            say(history.prefix.notice)
         chat = Chat(settings, load_model(settings, opened), tokenizer)
         t = chat.sampler.temperature
         how = f"temperature {t:g}, nucleus {settings.nucleus:g}, SEED={settings.seed}" if t else "greedy"

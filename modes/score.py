@@ -19,6 +19,7 @@ from load.model import load_model
 from machine.console import say
 from machine.memory import rss_bytes
 from modes.report import RunReport, profile_line, write_report
+from text.prompt import PromptPrefix, positions_needed
 from text.tokenizer import TextTokenizer
 
 PROGRESS_SECONDS, LAYER_SECONDS = 2.0, 10.0
@@ -104,13 +105,12 @@ class ScoreFileReader:
 
     def __init__(self, settings, opened):
         self.config, self.context = opened.config, opened.context
-        self.tokenizer, self.add_prefix = None, False
+        self.tokenizer = None
         if (opened.folder / "tokenizer.json").exists():
             self.tokenizer = TextTokenizer(opened.folder, self.config)
-        if self.config.text_prefix and settings.prefix:
-            self.add_prefix = self.tokenizer is not None and self.tokenizer.has_prefix
-            if not self.add_prefix:
-                say(f"[prefix] no tokenizer with {' '.join(self.config.text_prefix)}: requests go without that prefix")
+        self.prefix = PromptPrefix(self.config, self.tokenizer, settings.prefix)
+        if self.prefix.notice:
+            say(self.prefix.notice)
 
     def read(self, line):
         """One line -> Request; ValueError says what is wrong with it."""
@@ -120,11 +120,10 @@ class ScoreFileReader:
         for token in (*context, *continuation):
             if not 0 <= token < self.config.vocab_size:
                 raise ValueError(f"id {token} is outside the vocabulary of {self.config.vocab_size}")
-        if self.add_prefix:
-            context = self.tokenizer.with_prefix(context)
+        context = self.prefix.prepend(context)
         if not context:
             raise ValueError("the context is empty; the first token of a text has no log-likelihood")
-        if len(context) + len(continuation) > self.context + 1:
+        if positions_needed(len(context), len(continuation)) > self.context:
             raise ValueError(f"has {len(context) + len(continuation)} tokens, CTX is {self.context}; raise CTX")
         return ScoreRequest(tuple(context), tuple(continuation))
 

@@ -59,8 +59,6 @@ def run_http(settings, loaded, scheduler, tokenizer, sock, url):
     from server.transport.access import AccessControl
     from server.transport.listen import HttpServer
 
-    if loaded.config.text_prefix and settings.prefix and not tokenizer.has_prefix:
-        say(f"[prefix] {tokenizer.path.name} lacks {' '.join(loaded.config.text_prefix)}: texts go without it")
     try:
         tokenizer.template  # noqa: B018 - compiled here, so that a broken one is known before a request
     except Refused as error:
@@ -68,6 +66,8 @@ def run_http(settings, loaded, scheduler, tokenizer, sock, url):
     metrics = Metrics(loaded.model)
     metrics.scheduler = scheduler
     service = Service(settings, loaded, scheduler, tokenizer, metrics, say)
+    if service.prefix.notice:
+        say(service.prefix.notice)
     app = make_app(service, AccessControl(settings.api_key, settings.allowed_hosts))
 
     def announce():

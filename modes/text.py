@@ -12,6 +12,7 @@ from load.model import load_model
 from machine.console import PrefillProgress, say
 from modes.report import RunReport, profile_line, write_report
 from text.detokenizer import Detokenizer
+from text.prompt import PromptPrefix, all_stop_ids, max_answer_tokens
 from text.tokenizer import TextTokenizer
 
 DEFAULT_TEMPERATURE = 0.7
@@ -24,11 +25,10 @@ def run_text(settings, opened):
     prompt_ids = encode_prompt(settings, config, tokenizer)
     if len(prompt_ids) > context:
         raise Refused(f"PROMPT has {len(prompt_ids)} tokens, CTX is {context}; raise CTX or shorten it")
-    # The last token needs no position of its own: it is never forwarded.
-    max_tokens = min(settings.ngen, context - len(prompt_ids) + 1)
+    max_tokens = min(settings.ngen, max_answer_tokens(len(prompt_ids), context))
     temperature = DEFAULT_TEMPERATURE if settings.temp is None else settings.temp
     sampler = Sampler(temperature, settings.nucleus, settings.seed)
-    stop_ids = {*config.stop_ids, *tokenizer.stop_ids}
+    stop_ids = all_stop_ids(config, tokenizer)
     how = (
         f"temperature {temperature:g}, nucleus {settings.nucleus:g}, SEED={settings.seed}" if temperature else "greedy"
     )
@@ -79,11 +79,10 @@ def encode_prompt(settings, config, tokenizer):
     text = settings.prompt
     if settings.chat:
         text = tokenizer.render_chat([{"role": "user", "content": text}], settings.think)
-    ids = tokenizer.encode(text)
-    if config.text_prefix and settings.prefix:
-        if not tokenizer.has_prefix:
-            say(f"[prefix] {tokenizer.path.name} lacks {' '.join(config.text_prefix)}: the text goes without it")
-        ids = tokenizer.with_prefix(ids)
+    prefix = PromptPrefix(config, tokenizer, settings.prefix)
+    if prefix.notice:
+        say(prefix.notice)
+    ids = prefix.prepend(tokenizer.encode(text))
     if not ids:
         raise Refused(f"{tokenizer.path}: PROMPT becomes no token; give it other text")
     return ids

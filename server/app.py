@@ -158,7 +158,7 @@ def read_tokenize(fields, service):
         check_text(text, "prompt")
         ids = service.tokenizer.encode(text)
         if fields.flag("add_special_tokens", True):
-            ids = service.with_prefix(ids)
+            ids = service.prefix.prepend(ids)
     fields.end()
     return ids, with_texts
 

@@ -7,6 +7,7 @@ from contextlib import suppress
 
 from generate.request import Finished, NewToken, Prefilled, QueueFull, Started
 from server.openai.api_error import ApiError
+from text.prompt import max_answer_tokens
 
 RETRY_SECONDS = 0.2  # between two looks whether the queue takes another prompt
 
@@ -50,7 +51,7 @@ class Generation:
     def request(self, number):
         """The engine's Request for a prompt. What is more than the room behind it is cut off."""
         ids, sampling = self.prompts[number], self.sampling
-        room = self.service.context - len(ids) + 1  # the last token needs no position of its own
+        room = max_answer_tokens(len(ids), self.service.context)
         return self.service.request(
             ids, sampling, room if sampling.max_tokens is None else min(sampling.max_tokens, room), self.prompt_logprobs
         )

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from generate.request import Request
 from server.openai.api_error import ApiError
+from text.prompt import PromptPrefix, all_stop_ids, positions_needed
 
 SEED_STEP = 0x9E3779B97F4A7C15  # odd, so that every request without a seed has one of its own
 TEMPERATURE = 0.7
@@ -25,12 +26,12 @@ class Service:
         self.submit = scheduler.submit
         self.folder, self.model_id = loaded.folder, Path(os.path.abspath(loaded.folder)).name
         self.context, self.vocab_size = scheduler.context, loaded.config.vocab_size
-        self.stop_ids = frozenset((*loaded.config.stop_ids, *tokenizer.stop_ids))
+        self.stop_ids = all_stop_ids(loaded.config, tokenizer)
         self.temperature = TEMPERATURE if settings.temp is None else settings.temp
         self.nucleus, self.seed, self.think = settings.nucleus, settings.seed, settings.think
         self.max_tokens = settings.ngen if settings.ngen < 1 << 31 else None
         self.saves = settings.kvsave
-        self.has_prefix = settings.prefix and bool(loaded.config.text_prefix)
+        self.prefix = PromptPrefix(loaded.config, tokenizer, settings.prefix)
         self.created, self.numbers = int(time.time()), itertools.count(1)
         self.is_closing = False
         # Tokenizing may take a while, and one text after the other: the event loop goes on meanwhile.
@@ -42,13 +43,9 @@ class Service:
     def __exit__(self, *error):
         self.worker.shutdown()
 
-    def with_prefix(self, ids):
-        """ids of a text, with the family's prefix in front unless they begin with it."""
-        return self.tokenizer.with_prefix(ids) if self.has_prefix else ids
-
     def check_room(self, ids):
-        """The ids, if at least one token more has room; the last one needs no position of its own."""
-        if len(ids) > self.context:
+        """The ids, if an answer of at least one token has room."""
+        if positions_needed(len(ids), 1) > self.context:
             raise ApiError(
                 400,
                 f"the prompt has {len(ids)} tokens, the context of this server is {self.context} (CTX)",

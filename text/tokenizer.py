@@ -1,4 +1,4 @@
-"""Text <-> token ids, the family's prefix, the chat template, and the stop ids the tokenizer declares.
+"""Text <-> token ids, the chat template, and the stop ids the tokenizer declares.
 
 Encoding is the tokenizers library's, rendering chat_template.py's. In a conversation a special token that stands in
 what somebody said stays text: the template alone writes tokens.
@@ -49,8 +49,6 @@ class TextTokenizer:
         # A token of one character cannot be broken in two; there is none.
         markers = sorted((token["content"] for token in added if len(token["content"]) > 1), key=len, reverse=True)
         self.markers = re.compile("|".join(map(re.escape, markers))) if markers else None
-        self.prefix_ids = self.ids_of(config.text_prefix)
-        self.has_prefix = len(self.prefix_ids) == len(config.text_prefix)
 
     def check_ids(self, raw, vocab_size):
         """Every id is a row of the model. A vocabulary may have holes, and the library renumbers added tokens."""
@@ -66,7 +64,7 @@ class TextTokenizer:
                 what = f"a hole in the ids of its added tokens before {show(piece)}, declared as {i}"
                 raise Refused(f"{self.path}: has {what}; texts would get other ids than the model was trained on")
 
-    def ids_of(self, tokens):
+    def find_ids(self, tokens):
         """The ids of those tokens that the vocabulary has."""
         with refusing(self.path, "cannot look up a token"):
             ids = [self.tokenizer.token_to_id(token) for token in tokens]
@@ -77,7 +75,7 @@ class TextTokenizer:
         """<|endoftext|> and the declared eos_token, where the vocabulary has them."""
         declared = self.extra.get("eos_token")
         declared = declared.get("content") if isinstance(declared, dict) else declared
-        return tuple(self.ids_of([END_OF_TEXT] + ([declared] if isinstance(declared, str) else [])))
+        return tuple(self.find_ids([END_OF_TEXT] + ([declared] if isinstance(declared, str) else [])))
 
     def encode(self, text, seam=None):
         """text -> ids; special tokens written out in the text are recognised, but for those with a `seam` in them,
@@ -104,12 +102,6 @@ class TextTokenizer:
             return self.tokenizer.encode(text, add_special_tokens=False).ids
         finally:
             self.tokenizer.encode_special_tokens = False
-
-    def with_prefix(self, ids):
-        """ids with the family's prefix in front, unless they begin with it."""
-        if not self.has_prefix or ids[: len(self.prefix_ids)] == self.prefix_ids:
-            return ids
-        return self.prefix_ids + ids
 
     def decode(self, ids):
         """ids -> text, special tokens written out; incomplete UTF-8 becomes U+FFFD."""

@@ -130,7 +130,7 @@ def render(service, messages, variables, begun):
     if begun:
         ending = THINK_END + begun if text.rstrip().endswith(THINK) else begun
         _, ids = service.tokenizer.encode_chat(messages, ending=ending, **variables)
-    ids = service.with_prefix(ids)
+    ids = service.prefix.prepend(ids)
     if not ids:
         raise bad("messages", "the chat template makes no token of them")
     return text, service.check_room(ids)

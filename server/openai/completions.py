@@ -58,7 +58,7 @@ def read_prompt(value, where, fields, service):
     if isinstance(value, str):
         check_text(value, where)
         bare = service.tokenizer.encode(value)
-        ids = service.with_prefix(bare)
+        ids = service.prefix.prepend(bare)
         prompt = CompletionPrompt(ids, value, len(ids) - len(bare))
     elif is_ids(value):
         if not all(0 <= i < service.vocab_size for i in value):

@@ -15,6 +15,7 @@ from generate.scheduler import Finished, NewToken, QueueFull, Request
 from machine.memory import rss_bytes
 from server.stdio.frames import BrokenFrame, CommandFrame, FrameReader, MessageFrame, PromptFrame
 from text.detokenizer import Detokenizer
+from text.prompt import PromptPrefix, all_stop_ids, max_answer_tokens, positions_needed
 from text.tokenizer import TextTokenizer
 
 READY, END, ERROR = (f"\x01\x01{word}\x01\x01" for word in ("READY", "END", "ERROR"))
@@ -75,10 +76,10 @@ class PipeServer:
         self.scheduler, self.stdout, self.settings = scheduler, stdout, settings
         self.counters, config = loaded.model.experts.counters, loaded.config
         self.tokenizer = TextTokenizer(loaded.folder, config)
-        self.prefixed = bool(config.text_prefix) and settings.prefix
-        if self.prefixed and not self.tokenizer.has_prefix:
-            say(f"[prefix] {self.tokenizer.path.name} lacks {' '.join(config.text_prefix)}: texts go without it")
-        self.stop_ids = frozenset({*config.stop_ids, *self.tokenizer.stop_ids})
+        self.prefix = PromptPrefix(config, self.tokenizer, settings.prefix)
+        if self.prefix.notice:
+            say(self.prefix.notice)
+        self.stop_ids = all_stop_ids(config, self.tokenizer)
         self.slots, self.last, self.num_answers = {}, 0, 0
 
     def answer(self, request):
@@ -103,7 +104,7 @@ class PipeServer:
     def answer_prompt(self, prompt):
         """A prompt as it is, special tokens written out in it included."""
         self.last = prompt.slot
-        ids = self.prefix(self.tokenizer.encode(prompt.text))
+        ids = self.add_prefix(self.tokenizer.encode(prompt.text))
         request = self.request(prompt.slot, ids, prompt.max_tokens, prompt.temperature, prompt.nucleus)
         self.generate(PipeSlot(prompt.slot, Detokenizer(self.tokenizer)), request)
 
@@ -113,7 +114,7 @@ class PipeServer:
         before = self.slots[0].conversation() if 0 in self.slots else []
         messages = [*before, {"role": "user", "content": text}]
         ids, thinks = self.encode_chat(messages)
-        if len(ids) + min(settings.ngen, context // 4) - 1 > context:
+        if positions_needed(len(ids), min(settings.ngen, context // 4)) > context:
             while len(messages) > 1 and len(ids) > context // 2:
                 messages = messages[2:]
                 ids, thinks = self.encode_chat(messages)
@@ -133,19 +134,18 @@ class PipeServer:
         """Messages -> (ids after which the answer comes, whether they end in the middle of thoughts). A special token
         that the user wrote out stays text."""
         text, ids = self.tokenizer.encode_chat(messages, enable_thinking=self.settings.think)
-        return self.prefix(ids), text.rstrip().endswith("<think>")
+        return self.add_prefix(ids), text.rstrip().endswith("<think>")
 
-    def prefix(self, ids):
-        ids = self.tokenizer.with_prefix(ids) if self.prefixed else ids
+    def add_prefix(self, ids):
+        ids = self.prefix.prepend(ids)
         if not ids:
             raise Refused("the prompt becomes no token")
         return ids
 
     def request(self, slot, ids, max_tokens, temperature, nucleus, seed=None):
         """-> Request of at most max_tokens, NGEN, and what CTX leaves. Without a seed it gets the next one."""
-        # The last token needs no position of its own: it is never forwarded.
         context, ngen = self.scheduler.context, self.settings.ngen
-        room = context - len(ids) + 1
+        room = max_answer_tokens(len(ids), context)
         if room < 1:
             raise Refused(f"the text has {len(ids)} tokens, CTX is {context}; raise CTX or shorten it")
         if max_tokens > ngen:

@@ -249,7 +249,7 @@ def test_without_a_tokenizer_the_prefix_is_off_and_that_is_said(score_lines, tmp
             token["content"] = "[other]"
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     process = score_lines([line_of([1, 2], [3])], SNAP=folder)
-    assert process.returncode == 0 and b"[prefix] no tokenizer with" in process.stderr
+    assert process.returncode == 0 and b"[prefix] tokenizer.json lacks [gMASK] <sop>" in process.stderr
 
 
 def test_bad_lines_are_named_before_anything_runs(load, tmp_path):

@@ -11,10 +11,12 @@ from server.transport.listen import open_socket
 from settings import EMBEDDED_SNAPSHOT, Settings
 from snapshot.config import read_config
 from tests.support.server_process import CHAT, LEGACY, QUICK, ServerProcess, complete
+from text.prompt import PromptPrefix
 from text.tokenizer import TextTokenizer
 
 CONFIG = read_config(EMBEDDED_SNAPSHOT)[0]
 TOKENIZER = TextTokenizer(EMBEDDED_SNAPSHOT, CONFIG)
+PREFIX = PromptPrefix(CONFIG, TOKENIZER, enabled=True)
 CONTEXT = 512
 ASK = [{"role": "user", "content": "Who art thou?"}]
 
@@ -39,7 +41,7 @@ def client(server, openai):
 
 
 def ids_of(text):
-    return TOKENIZER.with_prefix(TOKENIZER.encode(text))
+    return PREFIX.prepend(TOKENIZER.encode(text))
 
 
 # --- what is answered -------------------------------------------------------------------------------------------------

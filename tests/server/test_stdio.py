@@ -21,11 +21,12 @@ from server.stdio.pipe import hit_rate_since, run
 from settings import EMBEDDED_SNAPSHOT, Settings
 from snapshot.config import read_config
 from tests.conftest import ROOT, read_json
+from text.prompt import PromptPrefix
 from text.tokenizer import TextTokenizer
 
 CONFIG = read_config(EMBEDDED_SNAPSHOT)[0]
 TOKENIZER = TextTokenizer(EMBEDDED_SNAPSHOT, CONFIG)
-PREFIX = tuple(TOKENIZER.prefix_ids)
+PREFIX = tuple(PromptPrefix(CONFIG, TOKENIZER, enabled=True).ids)
 STAT = re.compile(rb"STAT (\d+) \d+\.\d\d \d+\.\d \d+\.\d\d(?: (\d+) ([01]))?\n")
 START = re.compile(rb"\x01\x01READY\x01\x01\nSTAT 0 0\.00 0\.0 \d+\.\d\d\n")
 ERROR, END = b"\x01\x01ERROR\x01\x01 ", b"\x01\x01END\x01\x01\n"

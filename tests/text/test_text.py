@@ -10,6 +10,7 @@ from errors import Refused
 from settings import EMBEDDED_SNAPSHOT
 from snapshot.config import read_config
 from text.detokenizer import Detokenizer
+from text.prompt import PromptPrefix
 from text.tokenizer import TextTokenizer
 
 SPECIAL = (
@@ -65,10 +66,10 @@ def test_a_character_that_never_ends_becomes_one_replacement():
 
 
 def test_the_prefix_is_added_once():
-    prefix = TOKENIZER.encode("[gMASK]<sop>")
-    ids = TOKENIZER.encode("In the beginning")
-    assert TOKENIZER.with_prefix(ids) == prefix + ids
-    assert TOKENIZER.with_prefix(prefix + ids) == prefix + ids
+    prefix, ids = PromptPrefix(CONFIG, TOKENIZER, enabled=True), TOKENIZER.encode("In the beginning")
+    assert prefix.ids == TOKENIZER.encode("[gMASK]<sop>") and prefix.notice is None
+    assert prefix.prepend(ids) == prefix.prepend(prefix.ids + ids) == prefix.ids + ids
+    assert PromptPrefix(CONFIG, TOKENIZER, enabled=False).prepend(ids) == ids
 
 
 def test_the_chat_template_in_both_moods():
@@ -142,4 +143,7 @@ def test_a_vocabulary_without_the_prefix(text_folder):
             token["content"] = "<other>"
     (text_folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     bare = TextTokenizer(text_folder, CONFIG)
-    assert not bare.has_prefix and bare.with_prefix([1, 2]) == [1, 2]
+    prefix = PromptPrefix(CONFIG, bare, enabled=True)
+    assert prefix.prepend([1, 2]) == [1, 2]
+    assert prefix.notice == "[prefix] tokenizer.json lacks [gMASK] <sop>: texts go without this prefix"
+    assert "no tokenizer with [gMASK] <sop>" in PromptPrefix(CONFIG, None, enabled=True).notice
