@@ -98,7 +98,7 @@ class AllThere:
 
     def __init__(self, cache):
         self.cache, self.lookahead = cache, PrefetchController("0", 1)
-        self.home, self.routes = cache.home, None
+        self.home = cache.home
 
     def request(self, layer, uses, chunk_rows):
         self.batch = [(i, self.cache.resident[layer, expert][1]) for i, expert in enumerate(uses)]

@@ -92,12 +92,12 @@ class Asked:
     def reset(self):
         self.union_bytes = self.row_bytes = 0
 
-    def record(self, layer, uses, chunk_rows):
+    def record(self, layer, uses, chunk_rows, rows=None):
         each = self.bytes_of_layer[layer]
         self.union_bytes += each * len(uses)
         self.row_bytes += each * sum(uses.values())
         if self.trace:
-            self.trace.record(layer, uses, chunk_rows)
+            self.trace.record(layer, uses, chunk_rows, rows)
 
 
 @dataclass(frozen=True)

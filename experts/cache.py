@@ -67,7 +67,6 @@ class ExpertCache:
         self.leaving = {}  # the same, of reads under way that turned out not to be needed
         self.planned = deque()  # (key, rows): guesses whose reads were not begun
         self.current = None  # the Request that is open
-        self.routes = None  # of a forward that verifies guesses: [(layer, {expert: its rows})]; else None
         self.lookahead = PrefetchController("0" if self.takes_turns else lookahead, len(self.home))
         self.queue = ReadQueue(self.fill, max(MIN_DEPTH, disk.depth))
         self.is_closed = False
@@ -105,16 +104,10 @@ class ExpertCache:
         for i, policy in enumerate(self.policies):
             policy.prime({key: uses for key, uses in counts.items() if self.home[key[0]] == i})
 
-    def verify(self):
-        """The next forward is over guesses: remember which row asked for what."""
-        self.routes = []
-
-    def verified(self, right):
-        """Only these rows of that forward, a set, count as uses."""
-        for layer, rows in self.routes:
-            wrong = {expert: sum(row not in right for row in of_expert) for expert, of_expert in rows.items()}
-            self.policies[self.home[layer]].not_used(layer, {expert: count for expert, count in wrong.items() if count})
-        self.routes = None
+    def retract_uses(self, rejected: list[tuple[int, dict[int, int]]]) -> None:
+        """Of the last request of each layer, {expert: rows} were draft tokens that were rejected: no uses."""
+        for layer, uses in rejected:
+            self.policies[self.home[layer]].retract_uses(layer, uses)
 
     # --- slots ---
 

@@ -99,7 +99,7 @@ class EvictionPolicy:
             state.last_used[expert] = self.calls
         state.ranking = None
 
-    def not_used(self, layer, uses):
+    def retract_uses(self, layer, uses):
         """Of the layer's last call to `used`, {expert: rows} were guesses that turned out wrong."""
         state = self.layers[layer]
         state.recent.take_back(uses)
@@ -179,7 +179,7 @@ class LruPolicy:
         for expert in uses:
             self.last_used[layer, expert] = self.calls
 
-    def not_used(self, layer, uses):
+    def retract_uses(self, layer, uses):
         """A use is a use: the expert was there last all the same."""
 
     def admit(self, key):

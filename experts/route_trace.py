@@ -58,8 +58,8 @@ class RouteTrace:
         else:
             self.file.truncate(end_of_last_line(self.file))
 
-    def record(self, layer, uses, chunk_rows):
-        """A layer asks for experts: uses {expert: how many of the chunk's rows chose it}."""
+    def record(self, layer, uses, chunk_rows, rows=None):
+        """As of RouteObserver; `rows` are not written."""
         experts = sorted(uses)
         line = [layer, chunk_rows, experts]
         if chunk_rows > 1:

@@ -9,8 +9,8 @@ from kernels.dispatch import rms_norm
 from snapshot.weights import MoeWeights
 
 
-def layer_forward(model, layer, weights, x, chunk, selections):
-    """x [T, D] -> ([T, D], selections of the last full layer)."""
+def layer_forward(model, layer, weights, x, chunk, selections, observer=None):
+    """x [T, D] -> ([T, D], selections of the last full layer). observer: as of moe."""
     config, attention = model.config, weights.attention
     look_ahead(model, layer, x)
     with model.profile.measure("attention"):
@@ -21,7 +21,7 @@ def layer_forward(model, layer, weights, x, chunk, selections):
             out = gqa(config, layer, attention, normed, chunk)
         normed = rms_norm(out, attention.post_norm, config.rms_norm_eps, added=x)
     if isinstance(weights.mlp, MoeWeights):
-        return moe(model, layer, weights.mlp, normed, out).add_(out), selections
+        return moe(model, layer, weights.mlp, normed, out, observer).add_(out), selections
     look_ahead(model, layer + 1, out)
     with model.profile.measure("dense-mlp"):
         return mlp(normed, weights.mlp.gate, weights.mlp.up, weights.mlp.down).add_(out), selections

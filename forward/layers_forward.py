@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 
 from torch import Tensor
 
+from experts.route_observer import RouteObserver
 from forward.chunk import Chunk, make_chunk, split_batch
 from forward.embed import embed
 from forward.finite import check_hidden
@@ -19,13 +20,14 @@ def layers_forward(
     batch: list[tuple[list[int], KvCache]],
     progress: Callable[[int, int, int], None] | None = None,
     should_stop: Callable[[], bool] | None = None,
+    observer: RouteObserver | None = None,
 ) -> Iterator[tuple[Chunk, Tensor]]:
     """Run the new tokens of each sequence through all layers; yield (chunk, hidden [T, D] before the final norm).
 
     The KV caches hold a chunk's positions when it is yielded. After each layer of a chunk of 8 rows or more
     `progress(layer, num_layers, rows)` is called, then `should_stop()` is asked: true ends the generator, and the KV
     caches hold the chunks yielded so far. ValueError, before anything is computed, when a KV cache has no room, is in
-    the batch twice, or comes without tokens.
+    the batch twice, or comes without tokens. The observer is told the routes of this pass.
     """
     for ids, kv in batch:
         if not len(ids):
@@ -42,7 +44,7 @@ def layers_forward(
         selections = [None] * len(chunk.segments)
         is_prefill = len(chunk) >= PROGRESS_ROWS
         for layer, weights in enumerate(model.weights.layers):
-            x, selections = layer_forward(model, layer, weights, x, chunk, selections)
+            x, selections = layer_forward(model, layer, weights, x, chunk, selections, observer)
             check_hidden(x, layer, chunk)
             if is_prefill and progress:
                 progress(layer + 1, num_layers, len(chunk))

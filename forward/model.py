@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from experts.cache import ExpertCache
+from experts.route_observer import RouteObserver
 from forward.profile import Profile
 from snapshot.config import ModelConfig
 from snapshot.weights import ModelWeights
@@ -17,4 +18,4 @@ class Model:
     experts: ExpertCache
     prefill_chunk: int  # rows of one sweep over the layers; bounds the memory of a prefill
     profile: Profile = field(default_factory=Profile)
-    trace: object = None  # something with record(layer, {expert: rows}, chunk_rows), or nothing
+    trace: RouteObserver | None = None  # of all forward passes

@@ -14,16 +14,18 @@ from kernels.reference import ClampedSwiGlu
 OUTPUT_BYTES = 32 << 20  # of experts that were computed before their turn to be added
 
 
-def moe(model, layer, weights, x, residual):
-    """x [T, D], the normed residual [T, D] -> [T, D]. Each distinct expert of the T rows is asked for once."""
+def moe(model, layer, weights, x, residual, observer=None):
+    """x [T, D], the normed residual [T, D] -> [T, D]. Each distinct expert of the T rows is asked for once.
+
+    observer: a RouteObserver of this forward pass, beside the one of all passes, model.trace.
+    """
     with model.profile.measure("router"):
         chosen, shares = route(model.config, weights, x)  # [T, A] ascending, [T, A]
         experts, starts, rows, shares = group_by_expert(chosen, shares, model.config.num_experts)
         uses = rows_of_each(experts, starts)
-    if model.trace:
-        model.trace.record(layer, uses, len(x))
-    if model.experts.routes is not None:
-        model.experts.routes.append((layer, dict(zip(experts, rows_by_expert(starts, rows), strict=True))))
+    for told in (model.trace, observer):
+        if told:
+            told.record(layer, uses, len(x), rows)
     with model.experts.request(layer, uses, len(x)) as request:
         look_ahead(model, layer + 1, residual)
         with model.profile.measure("expert-matmul"):
@@ -47,11 +49,6 @@ def moe(model, layer, weights, x, residual):
                 with model.profile.measure("expert-matmul"):
                     add_weighted(out, outputs, rows[start:stop], shares[start:stop])
     return out
-
-
-def rows_by_expert(starts, rows):
-    """Of what group_by_expert gives -> for each expert the list of its rows."""
-    return [part.tolist() for part in rows.tensor_split(starts[1:-1].tolist())]
 
 
 def gates_of(config, biases, experts):

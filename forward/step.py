@@ -20,20 +20,20 @@ def step(model, batch, progress=None, on_hidden=None):
 
 
 @torch.inference_mode()
-def step_last(model, batch, counts, progress=None, on_hidden=None):
+def step_last(model, batch, counts, progress=None, on_hidden=None, observer=None):
     """counts: for each sequence how many of its tokens, from the last one back -> logits float32 [sum(counts), vocab]
-    after these, in the order of the batch. on_hidden as of `step`."""
-    hidden = step_hidden(model, batch, counts, progress, on_hidden)
+    after these, in the order of the batch. on_hidden as of `step`, observer as of layers_forward."""
+    hidden = step_hidden(model, batch, counts, progress, on_hidden, observer)
     positions = [i for (_, kv), count in zip(batch, counts, strict=True) for i in range(kv.length - count, kv.length)]
     return logits_after(model, torch.cat(hidden), positions)
 
 
 @torch.inference_mode()
-def step_hidden(model, batch, counts, progress=None, on_hidden=None):
+def step_hidden(model, batch, counts, progress=None, on_hidden=None, observer=None):
     """As of step_last, where a count may be 0 -> the hidden rows [count, D] before the final norm of each sequence."""
     wanted = {id(kv): kv.length + len(ids) - count for (ids, kv), count in zip(batch, counts, strict=True)}
     last = {id(kv): [] for _, kv in batch}
-    for chunk, hidden in layers_forward(model, batch, progress):
+    for chunk, hidden in layers_forward(model, batch, progress, observer=observer):
         if on_hidden:
             on_hidden(chunk, hidden)
         for segment in chunk.segments:
@@ -51,10 +51,10 @@ def logits_after(model, hidden, positions):
 
 
 @torch.inference_mode()
-def step_all(model, batch, progress=None, on_hidden=None):
+def step_all(model, batch, progress=None, on_hidden=None, observer=None):
     """-> logits float32 [all tokens of the batch, vocab], one row after each token. on_hidden as of `step`."""
     rows = []
-    for chunk, hidden in layers_forward(model, batch, progress):
+    for chunk, hidden in layers_forward(model, batch, progress, observer=observer):
         if on_hidden:
             on_hidden(chunk, hidden)
         rows.append(check_logits(lm_head(model, hidden), positions_of(chunk)))

@@ -259,7 +259,7 @@ class Batch:
         ends = [part.ends_prompt for part in parts]
         try:
             batch = [(part.tokens, part.kv) for part in parts]
-            hidden = step_hidden(self.model, batch, wanted, self.watch(parts), self.draft.follow)
+            hidden = step_hidden(self.model, batch, wanted, self.watch(parts), self.draft.follow, self.draft.routes)
             scores = {
                 part.of: part.of.score(self.model, rows, length)
                 for part, rows, length in zip(parts, hidden, lengths, strict=True)

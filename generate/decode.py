@@ -62,7 +62,7 @@ def spec_decode(model, kv, prompt_ids, sampler, max_tokens, stop_ids=(), draft=N
 
             # 3) draft, and verify the guesses and the new token in one forward
             guesses = draft.propose(ids, left - 1)[: left - 1]
-            logits = step_all(model, [([token, *guesses], kv)], on_hidden=draft.follow)
+            logits = step_all(model, [([token, *guesses], kv)], on_hidden=draft.follow, observer=draft.routes)
             counters.forwards += 1
             counters.proposed += len(guesses)
 

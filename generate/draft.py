@@ -5,6 +5,7 @@ import time
 
 import torch
 
+from experts.route_observer import ForwardRoutes
 from forward.lm_head import LOGIT_ROWS
 from forward.mtp import mtp, mtp_logits
 from kernels.dispatch import rms_norm
@@ -13,6 +14,8 @@ from kernels.dispatch import rms_norm
 class NoDraft:
     """The empty source: one token per forward. `propose` and `verified` are for a sequence alone, the last four methods
     for several that go through the layers together."""
+
+    routes = None  # the observer of the next forward
 
     def follow(self, chunk, hidden):
         """A chunk went through the layers; hidden [rows, D] before the final norm."""
@@ -98,11 +101,11 @@ class MtpProposer:
         other.first, other.hidden, other.tokens = self.first, self.hidden, self.tokens
         return other
 
-    def follow(self, chunk, segment, hidden):
+    def follow(self, chunk, segment, hidden, is_verifying=False):
         """Keep our rows of a chunk, behind the final norm; those of a prefill go through the layer at once, but for the
-        last, and not while guesses are verified: what the layer asks for is none of theirs."""
+        last, and not while draft tokens are verified: that time is not theirs."""
         self.keep(segment.first, hidden, chunk.ids[segment.rows].tolist())
-        if len(hidden) > self.FEW and self.model.experts.routes is None:
+        if len(hidden) > self.FEW and not is_verifying:
             self.absorb()
 
     def keep(self, first, hidden, tokens):
@@ -225,7 +228,7 @@ class Drafter(NoDraft):
         sources = {id(row.kv): row.mtp for row in (*self.rows, *self.reading)}
         for segment in chunk.segments:
             if source := sources.get(id(segment.kv)):
-                source.follow(chunk, segment, hidden[segment.rows])
+                source.follow(chunk, segment, hidden[segment.rows], self.routes is not None)
 
     def propose(self, ids, max_tokens):
         return self.propose_rows([(ids, max_tokens, 1)])[0]
@@ -260,8 +263,7 @@ class Drafter(NoDraft):
             for (source, _), of_row, (_, _, num_new) in zip(choices, guesses, wanted, strict=True)
         ]
         self.before = self.look()
-        if any(guesses):
-            self.model.experts.verify()
+        self.routes = ForwardRoutes() if any(guesses) else None
         return guesses
 
     def together(self, choices, offers, wanted, room):
@@ -310,15 +312,20 @@ class Drafter(NoDraft):
         turns = [(source, depth, right) for (source, depth, _), right in zip(self.turns, accepted, strict=True)]
         num_rows = sum(num_new for _, _, num_new in self.turns) + self.num_others
         self.governor.note(turns, num_rows, self.drafting, *spent, self.num_others > 0)
-        if self.model.experts.routes is not None:
+        if self.routes:
             at, right_rows = 0, set()
             for (_, depth, num_new), right in zip(self.turns, accepted, strict=True):
                 right_rows.update(range(at, at + num_new + right))
                 at += num_new + depth
             right_rows.update(range(at, at + self.num_others))
-            self.model.experts.verified(right_rows)
+            self.retract_uses(right_rows)
 
     def given_up(self):
         """The forward over the last guesses came to no end: nothing is learned from it."""
-        if self.model.experts.routes is not None:
-            self.model.experts.verified(set())
+        if self.routes:
+            self.retract_uses(set())
+
+    def retract_uses(self, accepted_rows):
+        """Uses of experts by other rows of the forward do not count."""
+        self.model.experts.retract_uses(self.routes.rejected_uses(accepted_rows))
+        self.routes = None

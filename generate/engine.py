@@ -197,7 +197,7 @@ class LatentRows:
     def forward(self, ids, cache, counts, draft):
         """ids: a list for each row -> for each row logits [count, vocab], after the last so many."""
         batch = list(zip(ids, cache.states, strict=True))
-        return step_last(self.model, batch, counts, on_hidden=draft.follow).split(counts)
+        return step_last(self.model, batch, counts, on_hidden=draft.follow, observer=draft.routes).split(counts)
 
 
 class HeadRows:

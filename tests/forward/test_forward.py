@@ -62,9 +62,9 @@ def test_hidden_states_of_every_layer(name, oracle_folder, load, monkeypatch):
     model, hidden = load(oracle_folder(name)).model, []
     plain = forward.layers_forward.layer_forward
 
-    def recording(model, layer, weights, x, chunk, selections):
+    def recording(model, layer, weights, x, *more):
         hidden.append(x)
-        return plain(model, layer, weights, x, chunk, selections)
+        return plain(model, layer, weights, x, *more)
 
     monkeypatch.setattr(forward.layers_forward, "layer_forward", recording)
     kv = KvCache(model.config, len(ref["seq"]))

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import generate.engine
+from experts.route_observer import ForwardRoutes
 from forward.kv_cache import KvCache
 from forward.step import step, step_all, step_last
 from generate.draft import Drafter, MtpProposer, mtp_guesses
@@ -61,8 +62,7 @@ class Scripted(Drafter):
             ])  # fmt: skip
         self.turns = [("MTP", len(mine), num_new) for mine, (_, _, num_new) in zip(guesses, wanted, strict=True)]
         self.drafting = {"MTP": 0.0}
-        if any(guesses):
-            self.model.experts.verify()
+        self.routes = ForwardRoutes() if any(guesses) else None
         return guesses
 
 
@@ -295,18 +295,17 @@ def test_only_accepted_tokens_of_each_row_are_learned_from(load, monkeypatch, ki
         for layer in policy.layers.values():
             for counts in (layer.recent, layer.steady):
                 counts.sums = [0.0] * len(counts.sums)
-    learned, plain = [], model.experts.verified
+    learned, plain = [], Drafter.retract_uses
 
-    def verified(right):
-        learned.append((right, [sorted({row for rows in of_expert.values() for row in rows}) for _, of_expert in
-                                model.experts.routes]))  # fmt: skip
-        plain(right)
+    def retract_uses(self, accepted_rows):
+        learned.append((accepted_rows, [sorted(set(rows.tolist())) for _, _, rows in self.routes.routes]))
+        plain(self, accepted_rows)
+        assert self.routes is None
 
-    monkeypatch.setattr(model.experts, "verified", verified)
+    monkeypatch.setattr(Drafter, "retract_uses", retract_uses)
     monkeypatch.setattr(generate.engine, "Drafter", scripted(kind, texts))
     drafting = Engine(model, terminal_ids=(), draft=3)
     assert drafting.generate_batch(prompt, **options)[0] == texts
-    assert model.experts.routes is None
     for right, routes in learned:
         assert len(routes) == num_layers and all(rows == routes[0] for rows in routes)
         assert right <= set(routes[0])

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from errors import Refused
+from experts.route_observer import ForwardRoutes
 from forward.kv_cache import KvCache
 from forward.step import step_all, step_hidden
 from generate.draft import Drafter
@@ -203,7 +204,7 @@ def test_the_head_follows_prompts_in_pieces(load):
         kv = KvCache(model.config, 80)
         drafter, at = Drafter(model, kv, DraftLength("3")), 0
         for count in pieces:
-            model.experts.verify() if count % 2 else None
+            drafter.routes = ForwardRoutes() if count % 2 else None
             step_with(model, drafter, text[at : at + count], kv)
             drafter.given_up()
             at += count
@@ -215,7 +216,9 @@ def test_the_head_follows_prompts_in_pieces(load):
 
 
 def step_with(model, drafter, ids, kv):
-    assert [len(rows) for rows in step_hidden(model, [(ids, kv)], [0], on_hidden=drafter.follow)] == [0]
+    assert [
+        len(rows) for rows in step_hidden(model, [(ids, kv)], [0], on_hidden=drafter.follow, observer=drafter.routes)
+    ] == [0]
 
 
 def test_guesses_are_as_good_as_in_a_text_alone(serve):
@@ -236,7 +239,7 @@ def test_only_what_was_said_is_learned_from(serve):
     scheduler = serve(4, folder=EMBEDDED_SNAPSHOT, DRAFT="3", cap=0)
     heard = [ask(scheduler, Request(tuple(TINY["full_ids"][i : i + 30]), 30, 1.0, seed=i)) for i in range(4)]
     assert all(len(h.ids()) == 30 for h in heard)
-    assert scheduler.model.experts.routes is None
+    assert scheduler.batch.draft.routes is None
     last, numbers = scheduler.config.num_layers, scheduler.numbers()
     uses = sum(total for (layer, _), total in scheduler.model.experts.counts().items() if layer < last)
     # Of each text all but the last token went through, each with 4 experts a layer, less what was forgotten.
