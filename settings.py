@@ -97,7 +97,7 @@ class Settings:
     topk: int  # 0 = as many experts a token as config.json says
     topp: float  # 0 = all of them
     exact: bool  # activations stay float32 where weights are integers
-    kv_dtype: str  # how the KV state is stored
+    kv_dtype: str  # how the KV cache is stored
     kernels: str | None  # None = the best of this processor
     threads: int  # 0 = as many as the process may keep busy
     read_mode: str  # how experts are read

@@ -3,7 +3,7 @@
     make bench-decode             or     SNAP=/models/glm-5.2-int4 RAM_GB=20 python bench/decode.py [--prompt 512]
 
 Without SNAP a synthetic snapshot is made in a temporary folder: GLM-5.2's layers (one dense, three sparse), 64 experts,
-4.8 GB. A step is repeated from the same KV state, so that after the first time all its experts are in the cache and
+4.8 GB. A step is repeated from the same KV cache, so that after the first time all its experts are in the cache and
 no disk is measured. MBU is weight bytes a second over those of a plain read of memory in the same run, with as many
 threads; GFLOP/s of the prefill stand beside those of torch's bf16 linear at as many rows.
 """
@@ -24,7 +24,7 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from experts.prefetch import PrefetchController
-from forward.kv_cache import KvCache
+from forward.kv_cache import make_kv_cache
 from forward.step import step
 from kernels import dispatch
 from kernels.native import Native
@@ -130,7 +130,7 @@ def run(folder, prompt):
         return READ_BYTES / statistics.median(repeat(lambda: native.read_memory(memory), 0.5)) / 1e9
 
     ids = torch.randint(model.config.vocab_size, (CONTEXT,), generator=torch.Generator().manual_seed(1)).tolist()
-    kv = KvCache(model.config, CONTEXT)
+    kv = make_kv_cache(model.config, CONTEXT)
     step(model, [(ids[:64], kv)])
     num_bytes, num_weights = weight_bytes(model)
 

@@ -57,7 +57,7 @@ from dev.replay_trace import import_pyplot
 from errors import Refused, printable
 from forward import cost
 from forward.finite import NonFinite
-from forward.kv_cache import KvCache
+from forward.kv_cache import kv_cache_bytes
 from generate.engine import Engine
 from kernels import dispatch
 from load.model import DEFAULT_CONTEXT, check_folder, load_model, open_snapshot
@@ -304,7 +304,7 @@ def full_rows(loaded, context):
     plan = loaded.plan
     least = sum(len(slots.layers) * slots.slot_bytes for slots in plan.slots)
     room = plan.budget_bytes - plan.process_bytes - plan.resident_bytes - plan.scratch_bytes - least
-    return max(0, room // KvCache.bytes_for(loaded.config, context))
+    return max(0, room // kv_cache_bytes(loaded.config, context))
 
 
 # --- the prompt -------------------------------------------------------------------------------------------------------
@@ -447,7 +447,7 @@ def make_parser():
 
 
 def open_with_rows(settings, prompt, decode, num_rows):
-    """-> Opened, with memory for the KV states of all rows and of the prompt they are cloned from."""
+    """-> Opened, with memory for the KV caches of all rows and of the prompt they are cloned from."""
     try:
         return open_snapshot(replace(settings, ctx=prompt + num_rows * (prompt + decode)))
     except Refused as error:

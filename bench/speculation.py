@@ -40,7 +40,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from errors import Refused
-from forward.kv_cache import KvCache
+from forward.kv_cache import make_kv_cache
 from generate.decode import DecodeCounters, spec_decode
 from generate.draft import Drafter
 from generate.draft_length import DraftLength
@@ -212,12 +212,12 @@ class SpeculationArm:
             for layer in self.model.experts.home:
                 with self.model.experts.request(layer, dict.fromkeys(range(config.num_experts), 1)) as request:
                     list(request.ready(0, config.num_experts))
-        kv = KvCache(config, len(prompt) + num_tokens)
+        kv = make_kv_cache(config, len(prompt) + num_tokens)
         list(spec_decode(self.model, kv, prompt, Reciter(text) if text else Sampler(), num_tokens))
 
     def run(self, prompt, num_tokens, text=None):
         """Generate; with a text, recite it. What the prefill cost is not counted."""
-        kv = KvCache(self.model.config, len(prompt) + num_tokens)
+        kv = make_kv_cache(self.model.config, len(prompt) + num_tokens)
         machine = Machine(self.model)
         script = Script(text, self.chance, machine, self.missing) if text else None
         draft = PricedDrafter(self.model, kv, self.governor, machine, script)

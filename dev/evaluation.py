@@ -74,7 +74,7 @@ class Evaluation:
         self.loaded = None
 
     def load(self, loaded):
-        """Its plan says how many KV states there may be at once."""
+        """Its plan says how many KV caches there may be at once."""
         self.loaded = loaded
 
     # --- texts -> ids -------------------------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ import scripts.conversion
 from dev.tiny.texts import WHERE, load_folder
 from dev.train_tiny import LONG, held_out_rows
 from errors import Refused
-from forward.kv_cache import KvCache
+from forward.kv_cache import make_kv_cache
 from forward.step import step_all
 from kernels.formats import FORMATS, GROUP, INTEGERS
 from load.model import LoadedModel, load_model
@@ -150,7 +150,7 @@ class QualityRun:
 
         truth, exact: the same of the snapshot, and of these weights with exact activations.
         """
-        logits = step_all(self.loaded.model, [(ids[:-1], KvCache(self.loaded.config, len(ids) - 1))])
+        logits = step_all(self.loaded.model, [(ids[:-1], make_kv_cache(self.loaded.config, len(ids) - 1))])
         own = logits.double().log_softmax(-1)
         truth = own if truth is None else truth
         self.nats.append(-own.gather(1, torch.tensor(ids[1:])[:, None]).sum().item())

@@ -3,7 +3,7 @@
     python dev/self_check.py                         the embedded model, 1 and 4 rows, 32 tokens
     SNAP=/models/glm-5.2-int4 python dev/self_check.py --rows 2 --tokens 8
 
-The plain way keeps nothing: no KV state, one row. The engine prefills once, clones its state to N rows and goes on from
+The plain way keeps nothing: no KV cache, one row. The engine prefills once, clones its state to N rows and goes on from
 there, without drafts and with those that DRAFT says; then spec_decode with these. The prompt is that of REF, or the
 first ids of the vocabulary. Variables hold as they do for colibri.py. Prints the seconds of each; exit code 0 when all
 ids are equal, 1 with the first difference when they are not, 2 for bad usage or a bad snapshot.
@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from errors import Refused
-from forward.kv_cache import KvCache
+from forward.kv_cache import make_kv_cache
 from generate.decode import spec_decode
 from generate.draft import Drafter
 from generate.draft_length import DraftLength
@@ -64,7 +64,7 @@ def check(settings, opened, num_rows, num_tokens):
                 bad += 1
                 print(f"row {row} of {what}: {words}")
         print(f"Engine, {what}: {seconds:.2f} s")
-    kv = KvCache(model.config, len(prompt) + num_tokens)
+    kv = make_kv_cache(model.config, len(prompt) + num_tokens)
     draft = Drafter(model, kv, DraftLength(loaded.draft))
     ids, seconds = timed(lambda: list(spec_decode(model, kv, prompt, Sampler(), num_tokens, (), draft)))
     if words := first_difference(ids, expected):

@@ -34,7 +34,7 @@ import psutil
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from errors import Refused
 from forward.finite import NonFinite
-from forward.kv_cache import KvCache
+from forward.kv_cache import make_kv_cache
 from generate.decode import spec_decode
 from generate.sampler import Sampler
 from generate.score import ScoreRequest, score_requests
@@ -144,7 +144,7 @@ class Soak:
 
     def generate(self, ids, sampler, count, progress=None):
         """The tokens that follow `ids`, as they come."""
-        kv = KvCache(self.config, len(ids) + count)
+        kv = make_kv_cache(self.config, len(ids) + count)
         for token in spec_decode(self.model, kv, ids, sampler, count, progress=progress):
             self.tokens += 1
             yield token

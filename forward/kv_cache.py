@@ -1,122 +1,161 @@
-"""The mutable timeline of one sequence: what attention remembers of its tokens.
+"""KV cache of one sequence: what attention keeps of its tokens, in a kind of its own for MLA and for GQA.
 
-For each position and layer the normed latent (kv_lora_rank floats) and the rotated shared key (rope_head_dim); with
-grouped queries the rotated keys stand in place of the latents, and the values in place of the shared keys. For each
-layer that runs an indexer its key (index_head_dim). There is a row for every layer and one more for the
-multi-token-prediction layer. float32, or what is appended is rounded to bfloat16, half to even (config.kv_dtype).
-Pages cost memory only once written, so a long capacity is cheap.
+float32, or bfloat16 rounded half to even when it is written (config.kv_dtype). Pages cost memory only once written, so
+a large capacity is cheap.
+
+L decoder layers and after them the multi-token prediction (MTP) layer, C capacity in positions, T new positions, S all
+positions up to the last new one.
 """
 
-from dataclasses import dataclass
+from typing import Self
 
 import torch
+from torch import Tensor
 
 from kernels.formats import FORMATS
-
-
-@dataclass(frozen=True, slots=True)
-class LayerKvCache:
-    """One layer of a KvState, bound at its current length: `append` writes there, and returns all up to the new end."""
-
-    latents: torch.Tensor  # [capacity, kv_lora_rank], or all keys side by side
-    rope_keys: torch.Tensor  # [capacity, rope_head_dim], or all values
-    index_keys: torch.Tensor | None  # [capacity, index_head_dim] on layers with an indexer
-    length: int
-
-    def append(self, latents, rope_keys):
-        """Rows of new positions -> (latents, rope_keys) of positions 0 .. new length."""
-        return self._append(self.latents, latents), self._append(self.rope_keys, rope_keys)
-
-    def append_index(self, keys):
-        return self._append(self.index_keys, keys)
-
-    def _append(self, store, rows):
-        end = self.length + len(rows)
-        store[self.length : end] = rows
-        return store[:end]
-
-
-def kv_dtype(config):
-    """What a KvState of this model holds, as torch calls it."""
-    return FORMATS[config.kv_dtype].dtype
+from snapshot.config import ModelConfig
 
 
 class KvCache:
-    """Capacity in positions. `length` positions are known; rows beyond it are scratch.
+    """The first `length` positions are valid, the rest is scratch.
 
-    The MTP layer's row has its own count, mtp_length: slot i of it needs the token after position i. Its first slot is
-    that of position mtp_base, where drafting began.
+    The MTP layer has a length of its own, mtp_length, because its position i needs the token after position i. Its
+    position 0 is that of position mtp_base of the sequence, where drafting began.
     """
 
-    def __init__(self, config, capacity):
-        self.config, self.capacity, self.length = config, capacity, 0
-        self.mtp_base = self.mtp_length = 0
-        rows, dtype = config.num_layers + 1, kv_dtype(config)
-        self.latents, self.rope_keys = (torch.empty(rows, capacity, width, dtype=dtype) for width in config.kv_widths)
-        full = [i for i in range(rows) if config.layer_is_full(i)]
-        self.index_rows = {layer: row for row, layer in enumerate(full)}
-        self.index_keys = torch.empty(len(full), capacity, config.index_head_dim, dtype=dtype)
+    config: ModelConfig
+    capacity: int
+    length: int
+    mtp_base: int
+    mtp_length: int
+    tensors: tuple[Tensor, ...]  # all that is kept, each [layers, C, width]
 
-    @staticmethod
-    def bytes_for(config, capacity):
-        """Bytes of a state of that capacity, fully written."""
-        rows = config.num_layers + 1
-        full = sum(config.layer_is_full(i) for i in range(rows))
-        width = rows * sum(config.kv_widths) + full * config.index_head_dim
-        return kv_dtype(config).itemsize * capacity * width
+    def __init__(self, config: ModelConfig, capacity: int):
+        self.config = config
+        self.capacity = capacity
+        self.length = 0
+        self.mtp_base = 0
+        self.mtp_length = 0
+
+    def _allocate(self, num_layers: int, width: int) -> Tensor:
+        return torch.empty(num_layers, self.capacity, width, dtype=kv_dtype(self.config))
+
+    def _append(self, store: Tensor, layer: int, rows: Tensor) -> Tensor:
+        """rows [T, width] -> store [C, width] of the layer up to them, [S, width]."""
+        start = self.length if layer < self.config.num_layers else self.mtp_length
+        end = start + len(rows)
+        store[start:end] = rows
+        return store[:end]
 
     @property
-    def bytes(self):
-        return self.bytes_for(self.config, self.capacity)
+    def num_bytes(self) -> int:
+        """Memory once every position is written."""
+        return sum(tensor.nbytes for tensor in self.tensors)
 
     @property
-    def room(self):
+    def room(self) -> int:
         """Positions that can still be appended."""
         return self.capacity - self.length
 
-    def bind(self, layer):
-        """The rows of one layer (num_layers is the MTP layer) as the forward pass uses them."""
-        row = self.index_rows.get(layer)
-        index_keys = None if row is None else self.index_keys[row]
-        length = self.length if layer < self.config.num_layers else self.mtp_length
-        return LayerKvCache(self.latents[layer], self.rope_keys[layer], index_keys, length)
-
-    def advance(self, count):
-        """`count` positions have been written in every layer. ValueError beyond the capacity."""
+    def advance(self, count: int) -> None:
+        """Count `count` positions that every layer has appended. ValueError beyond the capacity."""
         if count > self.room:
-            raise ValueError(f"KV state of {self.capacity} positions is full: {self.length} + {count}")
+            raise ValueError(f"the KV cache is full: {self.length} + {count} of {self.capacity} positions")
         self.length += count
 
-    def trim(self, length):
-        """Forget everything from position `length` on. ValueError for a length that is not known."""
+    def trim(self, length: int) -> None:
+        """Drop everything from position `length` on. ValueError beyond the valid positions."""
         if not 0 <= length <= self.length:
-            raise ValueError(f"cannot trim a KV state of {self.length} positions to {length}")
+            raise ValueError(f"cannot trim a KV cache of {self.length} positions to {length}")
         self.length = length
         # The token after the last position may be another one now.
         self.mtp_length = max(0, min(self.mtp_length, length - 1 - self.mtp_base))
 
-    def clone(self, capacity=None):
-        """An independent copy of the known positions, by default with the same capacity."""
+    def clone(self, capacity: int | None = None) -> Self:
+        """An independent copy, by default of the same capacity."""
         capacity = self.capacity if capacity is None else capacity
         if capacity < self.length:
             raise ValueError(f"a clone of {capacity} positions cannot hold {self.length}")
-        other = KvCache(self.config, capacity)
-        other.take(self, self.length)
+        other = type(self)(self.config, capacity)
+        other.copy_prefix(self, self.length)
         return other
 
-    def take(self, other, length):
-        """Become a copy of the first positions of another state of the same config, `length` of them. ValueError for
-        more than it knows, or than fit here."""
+    def copy_prefix(self, other: Self, length: int) -> None:
+        """Become a copy of the first `length` positions of another cache of the same config. ValueError for more than
+        are valid there or fit here."""
         if not 0 <= length <= min(other.length, self.capacity):
             raise ValueError(
-                f"{length} of {other.length} positions cannot be taken over by a KV state of {self.capacity}"
+                f"cannot copy {length} of {other.length} positions to a KV cache with capacity {self.capacity}"
             )
-        for mine, theirs in (
-            (self.latents, other.latents),
-            (self.rope_keys, other.rope_keys),
-            (self.index_keys, other.index_keys),
-        ):
+        for mine, theirs in zip(self.tensors, other.tensors, strict=True):
             mine[:, :length] = theirs[:, :length]
         self.length, self.mtp_base, self.mtp_length = other.length, other.mtp_base, other.mtp_length
         if length < other.length:
             self.trim(length)
+
+
+class MlaKvCache(KvCache):
+    """Normed latents and rotated keys, which all heads share; index keys in layers that run a DSA indexer."""
+
+    latents: Tensor  # [L + 1, C, kv_lora_rank]
+    rope_keys: Tensor  # [L + 1, C, rope_head_dim]
+    index_keys: Tensor  # [layers with an indexer, C, index_head_dim]
+    index_rows: dict[int, int]  # layer -> its place in index_keys
+
+    def __init__(self, config: ModelConfig, capacity: int):
+        super().__init__(config, capacity)
+        latent_width, rope_width = config.kv_widths
+        self.latents = self._allocate(config.num_layers + 1, latent_width)
+        self.rope_keys = self._allocate(config.num_layers + 1, rope_width)
+        self.index_rows = {layer: row for row, layer in enumerate(index_layers(config))}
+        self.index_keys = self._allocate(len(self.index_rows), config.index_head_dim)
+        self.tensors = self.latents, self.rope_keys, self.index_keys
+
+    def append(self, layer: int, latents: Tensor, rope_keys: Tensor) -> tuple[Tensor, Tensor]:
+        """latents [T, kv_lora_rank], rope_keys [T, rope_head_dim] of new positions -> both of positions 0 .. S."""
+        return (
+            self._append(self.latents[layer], layer, latents),
+            self._append(self.rope_keys[layer], layer, rope_keys),
+        )
+
+    def append_index(self, layer: int, keys: Tensor) -> Tensor:
+        """keys [T, index_head_dim] of new positions -> [S, index_head_dim]."""
+        return self._append(self.index_keys[self.index_rows[layer]], layer, keys)
+
+
+class GqaKvCache(KvCache):
+    """Rotated keys and values, the KV heads of a position side by side."""
+
+    keys: Tensor  # [L + 1, C, num_kv_heads * qk_head_dim]
+    values: Tensor  # [L + 1, C, num_kv_heads * v_head_dim]
+
+    def __init__(self, config: ModelConfig, capacity: int):
+        super().__init__(config, capacity)
+        key_width, value_width = config.kv_widths
+        self.keys = self._allocate(config.num_layers + 1, key_width)
+        self.values = self._allocate(config.num_layers + 1, value_width)
+        self.tensors = self.keys, self.values
+
+    def append(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """keys and values [T, width] of new positions -> both of positions 0 .. S."""
+        return self._append(self.keys[layer], layer, keys), self._append(self.values[layer], layer, values)
+
+
+def make_kv_cache(config: ModelConfig, capacity: int) -> KvCache:
+    """An empty KV cache for the model's kind of attention."""
+    return MlaKvCache(config, capacity) if config.attention == "mla" else GqaKvCache(config, capacity)
+
+
+def kv_cache_bytes(config: ModelConfig, capacity: int) -> int:
+    """num_bytes of a cache of that capacity, without making one."""
+    width = (config.num_layers + 1) * sum(config.kv_widths) + len(index_layers(config)) * config.index_head_dim
+    return kv_dtype(config).itemsize * capacity * width
+
+
+def kv_dtype(config: ModelConfig) -> torch.dtype:
+    return FORMATS[config.kv_dtype].dtype
+
+
+def index_layers(config: ModelConfig) -> list[int]:
+    """The layers that run an indexer, the MTP layer (number num_layers) included."""
+    return [layer for layer in range(config.num_layers + 1) if config.layer_is_full(layer)]

@@ -11,7 +11,7 @@ from snapshot.weights import ModelWeights
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """Read-only but for the cache's contents and the profile's clock; the mutable timeline is KvState."""
+    """Read-only but for the cache's contents and the profile's clock; the mutable timeline is KvCache."""
 
     config: ModelConfig
     weights: ModelWeights

@@ -24,7 +24,7 @@ def mtp(model, batch, hidden):
     for tokens, kv in batch:
         if kv.mtp_length + len(tokens) > kv.capacity:
             raise ValueError(
-                f"{len(tokens)} more slots do not fit the {kv.capacity} of a KV state with {kv.mtp_length}"
+                f"{len(tokens)} more slots do not fit the {kv.capacity} of a KV cache with {kv.mtp_length}"
             )
     out, at = [], 0
     for pieces in split_batch(batch, model.prefill_chunk):

@@ -1,6 +1,6 @@
 """Tokens in, logits out: the calls everything above the forward pass is made of.
 
-A batch is [(ids, KvState), ...]: new tokens of one sequence or of several. Each state grows by its tokens. Logits that
+A batch is [(ids, KvCache), ...]: new tokens of one sequence or of several. Each state grows by its tokens. Logits that
 are not finite never come out: see forward/finite.py.
 """
 

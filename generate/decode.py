@@ -38,7 +38,7 @@ def spec_decode(model, kv, prompt_ids, sampler, max_tokens, stop_ids=(), draft=N
     draft, counters = draft or NoDraft(), counters or DecodeCounters()
     ids, end = list(prompt_ids), len(prompt_ids) + max_tokens
     if kv.length >= len(ids):
-        raise ValueError("spec_decode needs at least one prompt id that the KV state does not hold")
+        raise ValueError("spec_decode needs at least one prompt id that the KV cache does not hold")
     if positions_needed(len(ids), max_tokens) > kv.capacity:
         raise ValueError(f"{len(ids)} prompt tokens and {max_tokens} more do not fit {kv.capacity} positions")
     if max_tokens < 1:

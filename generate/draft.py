@@ -81,7 +81,7 @@ class NgramProposer:
 
 
 class MtpProposer:
-    """The model's own multi-token-prediction layer on one KvState. Hidden rows are kept until a token follows them."""
+    """The model's own multi-token-prediction layer on one KvCache. Hidden rows are kept until a token follows them."""
 
     FEW, MANY = 16, 256  # rows of a chunk that may wait; rows that wait at most, of all sequences together
 
@@ -96,7 +96,7 @@ class MtpProposer:
         return self.hidden is not None and 0 < self.kv.length - self.first <= len(self.hidden)
 
     def clone(self, kv):
-        """The same on a clone of our KvState."""
+        """The same on a clone of our KvCache."""
         other = MtpProposer(self.model, kv)
         other.first, other.hidden, other.tokens = self.first, self.hidden, self.tokens
         return other
@@ -134,7 +134,7 @@ class MtpProposer:
         self.first, self.hidden, self.tokens = self.first + count, self.hidden[count:], self.tokens[count:]
 
     def resume(self, ids):
-        """The sequence goes on with these ids, of which the KV state holds the first."""
+        """The sequence goes on with these ids, of which the KV cache holds the first."""
         if self.hidden is None or self.first > self.kv.length:
             self.first, self.hidden, self.tokens = self.kv.length, None, []
         elif self.first < self.kv.length:
@@ -142,7 +142,7 @@ class MtpProposer:
 
 
 def mtp_guesses(model, wanted):
-    """wanted [(MtpSource, ids, depth), ...], ids: those of its KV state and one more -> guesses of each. Each guess is
+    """wanted [(MtpSource, ids, depth), ...], ids: those of its KV cache and one more -> guesses of each. Each guess is
     fed back for the next, those of all sequences together."""
     s = catch_up(model, [(source, ids) for source, ids, _ in wanted])
     lengths, guesses = [source.kv.mtp_length for source, _, _ in wanted], [[] for _ in wanted]
@@ -181,7 +181,7 @@ class Proposers:
         self.mtp = MtpProposer(model, kv) if model.weights.mtp else None
 
     def clone(self, kv):
-        """The same on a clone of our KvState."""
+        """The same on a clone of our KvCache."""
         other = copy.copy(self)
         other.kv, other.ngrams, other.mtp = kv, self.ngrams.clone(), self.mtp and self.mtp.clone(kv)
         return other
@@ -206,7 +206,7 @@ class Drafter(NoDraft):
         return other
 
     def resume(self, ids):
-        """Another text on the KV state that we follow, which holds the first of these ids: what stood elsewhere is
+        """Another text on the KV cache that we follow, which holds the first of these ids: what stood elsewhere is
         forgotten, what the multi-token-prediction layer remembers is kept."""
         [row] = self.rows
         row.ngrams = NgramProposer()

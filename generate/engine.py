@@ -183,7 +183,7 @@ class Engine:
 
 
 class LatentRows:
-    """Our own model: rows are KvStates, a forward is one batch over all of them."""
+    """Our own model: rows are KV caches, a forward is one batch over all of them."""
 
     runs_ahead = True  # a row may be longer than others
 

@@ -1,4 +1,4 @@
-"""Conversations that survive a restart: what a KV state holds, in a file for each name.
+"""Conversations that survive a restart: what a KV cache holds, in a file for each name.
 
     conversations/<16 hex digits of config.json, names and sizes of the files>/<of the name>-<of the weights>.kv
 
@@ -8,7 +8,8 @@ of a position, and after it a record for each turn:
     first, count   two little-endian 64-bit numbers: the record holds positions first .. first + count, in place of
                    whatever earlier records said of `first` and later ones
     ids            count 32-bit numbers
-    rows           float32, for each layer the latents [count, width], then all rotated keys, then all indexer keys
+    rows           float32: for each layer the latents [count, width], then all rotated keys, then all index keys;
+                   with GQA for each layer the keys, then all values
     digest         BLAKE2b, 32 bytes, of the digest before (of the first record: of the line) and of all the above
 
 A turn appends a record, so a crash loses that turn at most: a record that is not whole, or whose digest is another one,
@@ -142,7 +143,7 @@ class KvFileStore:
         return (first, ids, end, digest) if max(ids) < self.config.vocab_size else None
 
     def load(self, name, kv):
-        """Fill a KvState with what `ids` gave -> the ids that it holds now; fewer where a record turns out to be
+        """Fill a KvCache with what `ids` gave -> the ids that it holds now; fewer where a record turns out to be
         damaged."""
         kv.trim(0)
         known, out = self.known[name], None
@@ -174,7 +175,7 @@ class KvFileStore:
         return list(ids)
 
     def read_rows(self, file, saved, record, kv):
-        """Read the rows of a record to their places in a KvState -> the digest that the record should have."""
+        """Read the rows of a record to their places in a KvCache -> the digest that the record should have."""
         first, ids = record[:2]
         digest = start_digest(saved.digest, first, ids)
         file.seek(saved.size + BOUNDS.size + 4 * len(ids))
@@ -189,16 +190,12 @@ class KvFileStore:
         """What is kept of positions first .. end, as views [end - first, width], each contiguous."""
         if first == end:
             return
-        num_layers = self.config.num_layers
-        for store, rows in (
-            (kv.latents, range(num_layers)),
-            (kv.rope_keys, range(num_layers)),
-            (kv.index_keys, range(self.num_index)),
-        ):
-            yield from (store[row, first:end] for row in rows)
+        layers = self.config.num_layers, self.config.num_layers, self.num_index  # without the MTP layer
+        for tensor, num_layers in zip(kv.tensors, layers, strict=False):  # GQA has no index keys
+            yield from (tensor[layer, first:end] for layer in range(num_layers))
 
     def save(self, name, ids, kv):
-        """Keep the first len(ids) positions of a KvState, which are these ids. What cannot be written is said."""
+        """Keep the first len(ids) positions of a KvCache, which are these ids. What cannot be written is said."""
         if not ids:
             return
         known = self.known.get(name)

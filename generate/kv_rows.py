@@ -1,12 +1,12 @@
 """What attention remembers of several rows: by heads, or as the latents of MLA. Both are cloned, trimmed, thinned out.
 
-All rows of a HeadCache have the same length. LatentCache holds one KvState (forward/kv_cache.py) for each row, and each
+All rows of a HeadCache have the same length. LatentCache holds one KvCache (forward/kv_cache.py) for each row, and each
 has a length of its own, for a row whose guesses are right is ahead of the others.
 """
 
 import torch
 
-from forward.kv_cache import KvCache
+from forward.kv_cache import make_kv_cache
 
 
 class HeadKvCache:
@@ -104,14 +104,14 @@ class HeadKvCache:
 
 
 class BatchKvCache:
-    """A KvState for each row."""
+    """A KvCache for each row."""
 
     def __init__(self, states):
         self.states = states
 
     @staticmethod
     def empty(config, capacity, num_rows=1):
-        return BatchKvCache([KvCache(config, capacity) for _ in range(num_rows)])
+        return BatchKvCache([make_kv_cache(config, capacity) for _ in range(num_rows)])
 
     @property
     def num_rows(self):
@@ -128,7 +128,7 @@ class BatchKvCache:
 
     @property
     def bytes(self):
-        return sum(state.bytes for state in self.states)
+        return sum(state.num_bytes for state in self.states)
 
     def trim(self, length):
         """Forget everything from position `length` on, in every row. ValueError for a length that one does not know."""

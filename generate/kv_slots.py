@@ -5,7 +5,7 @@ Nothing is ever reused past the first token that differs.
 
 from dataclasses import dataclass
 
-from forward.kv_cache import KvCache
+from forward.kv_cache import make_kv_cache
 from generate.draft import NgramProposer, Proposers
 from text.prompt import shared_prefix_length
 
@@ -13,10 +13,10 @@ KEPT_SHARE = 4  # a text is gone on with where it stands if at most so small a p
 
 
 class KvSlot:
-    """A KvState and the ids that it holds, kv.length of them; `ids` may go on behind that."""
+    """A KvCache and the ids that it holds, kv.length of them; `ids` may go on behind that."""
 
     def __init__(self, model, context):
-        self.model, self.kv, self.ids = model, KvCache(model.config, context), []
+        self.model, self.kv, self.ids = model, make_kv_cache(model.config, context), []
         self.sources = Proposers(model, self.kv)
         self.job = None  # who writes here
         self.conversation = None  # whose text this is, if it has a name
@@ -29,7 +29,7 @@ class KvSlot:
     def begin(self, ids, length, source=None):
         """Go on with these ids, of which `length` are known here, or in the slot `source`."""
         if source and source is not self:
-            self.kv.take(source.kv, length)
+            self.kv.copy_prefix(source.kv, length)
             self.sources = source.sources.clone(self.kv)
         else:
             self.kv.trim(length)

@@ -1,7 +1,7 @@
 """Log-likelihoods of continuations, many requests to a sweep over the experts.
 
 Requests with the same context form a group: the context goes through the model once, each continuation on a clone of
-its KV state. Groups are put together into waves: the contexts of a wave go through the model together, then its
+its KV cache. Groups are put together into waves: the contexts of a wave go through the model together, then its
 continuations, so each expert is fetched once for as many requests as fit a prefill chunk and the KV memory. What all
 contexts of a wave begin with, as examples before a question, goes through first and once. The last token of a
 continuation needs no forward.
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from forward.kv_cache import KvCache
+from forward.kv_cache import make_kv_cache
 from forward.lm_head import LOGIT_ROWS
 from forward.step import logprobs_of, step, step_logprobs
 from text.prompt import shared_prefix_length
@@ -44,7 +44,7 @@ class ScoreCounters:
 def score_requests(model, requests, max_positions, counters=None, progress=None):
     """requests: list of Request, each of at most max_positions + 1 tokens -> yields (index, Score), wave by wave.
 
-    The KV states that exist at once hold at most max_positions positions together; a group that needs more has its
+    The KV caches that exist at once hold at most max_positions positions together; a group that needs more has its
     continuations go through the model in several parts. `progress` is layers_forward's.
     """
     counters = counters or ScoreCounters()
@@ -56,7 +56,7 @@ def score_requests(model, requests, max_positions, counters=None, progress=None)
 
 
 def positions_of(context, indices, requests):
-    """Positions of the KV states of a group: each continuation on a clone of the context."""
+    """Positions of the KV caches of a group: each continuation on a clone of the context."""
     return sum(len(context) + max(len(requests[i].continuation) - 1, 0) for i in indices)
 
 
@@ -80,7 +80,7 @@ def score_wave(model, wave, requests, max_positions, counters, progress):
     states = []
     for context, indices in wave:
         longest = max(len(requests[i].continuation) for i in indices)
-        states.append(KvCache(model.config, len(context) + max(longest - 1, 0)))
+        states.append(make_kv_cache(model.config, len(context) + max(longest - 1, 0)))
     logits = read_contexts(model, [list(context) for context, _ in wave], states, counters, progress)
 
     # 2) the first token of a continuation follows from the context's last logits
@@ -120,7 +120,7 @@ def read_contexts(model, contexts, states, counters, progress):
     if shared:
         step(model, [(contexts[0][:shared], states[0])], progress)
         for kv in states[1:]:
-            kv.take(states[0], shared)
+            kv.copy_prefix(states[0], shared)
     rest = [context[shared:] for context in contexts]
     counters.context_rows += shared + sum(map(len, rest))
     return step(model, list(zip(rest, states, strict=True)), progress)

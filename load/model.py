@@ -41,7 +41,7 @@ class OpenedSnapshot:
 
     @property
     def context(self):
-        """Positions of a KV state."""
+        """Positions of a KV cache."""
         return self.plan.context
 
     def close(self):
@@ -70,7 +70,7 @@ def check_folder(settings):
 
 
 def open_snapshot(settings, kv_slots=1):
-    """Settings -> Opened, planned for so many KV states of CTX positions. Raises Refused for a bad snapshot, and for
+    """Settings -> Opened, planned for so many KV caches of CTX positions. Raises Refused for a bad snapshot, and for
     one that does not fit."""
     folder = check_folder(settings)
     config, family = read_config(folder)

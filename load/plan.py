@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from errors import Refused
 from experts.slots import ExpertSlots, share_out, slot_bytes
 from forward.cost import scratch_bytes
-from forward.kv_cache import KvCache
+from forward.kv_cache import kv_cache_bytes
 from kernels.build import has_compiler
 from kernels.quantize import ROWS_BYTES
 from machine.memory import available_bytes, rss_bytes
@@ -38,8 +38,8 @@ class MemoryPlan:
     slots: tuple[ExpertSlots, ...]  # layers of about the same expert size share theirs
     floor: int  # experts that each layer keeps
     num_experts: int  # of each sparse layer
-    context: int  # positions of a KV state
-    kv_slots: int  # KV states
+    context: int  # positions of a KV cache
+    kv_slots: int  # KV caches
     prefill_chunk: int  # rows
 
     @property
@@ -130,7 +130,7 @@ def make_plan(config, resident, disk, settings, context, tokenizer_bytes=0, kv_s
             budget_source=source,
             process_bytes=-(-rss_bytes() // PROCESS_STEP) * PROCESS_STEP + tokenizer_bytes,
             resident_bytes=resident.num_bytes(settings.dense_bits),
-            kv_bytes=kv_slots * KvCache.bytes_for(config, context),
+            kv_bytes=kv_slots * kv_cache_bytes(config, context),
             scratch_bytes=scratch_bytes(config, chunk, context, is_native) + packing,
             slots=slots,
             floor=settings.cap or floor_of(config, slots),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from errors import Refused
 from forward.finite import NonFinite
-from forward.kv_cache import KvCache
+from forward.kv_cache import make_kv_cache
 from generate.decode import DecodeCounters, spec_decode
 from generate.draft import Drafter
 from generate.sampler import Sampler
@@ -147,11 +147,12 @@ class ChatTotals:
 
 
 class Chat:
-    """The model's side: a KvState that remembers, over the answers, the ids it was given."""
+    """The model's side: a KvCache that remembers, over the answers, the ids it was given."""
 
     def __init__(self, settings, loaded, tokenizer):
         self.run, self.model, self.tokenizer = RunReport("chat", loaded), loaded.model, tokenizer
-        self.kv, self.ids = KvCache(loaded.config, loaded.context), []  # it holds the first kv.length of these ids
+        self.kv = make_kv_cache(loaded.config, loaded.context)
+        self.ids = []  # the KV cache holds the first kv.length of them
         self.draft = Drafter(self.model, self.kv, self.run.governor)
         temperature = DEFAULT_TEMPERATURE if settings.temp is None else settings.temp
         self.sampler = Sampler(temperature, settings.nucleus, settings.seed)
@@ -159,7 +160,7 @@ class Chat:
         self.ngen, self.totals = settings.ngen, ChatTotals()
 
     def remember(self, ids):
-        """Keep in the KV state what these ids begin with as well, and forget the rest."""
+        """Keep in the KV cache what these ids begin with as well, and forget the rest."""
         self.kv.trim(shared_prefix_length(self.ids[: self.kv.length], ids))
 
     def reply(self, ids, stop_key, show=write):

@@ -1,7 +1,7 @@
 """No mode: generate greedily from the prompt of REF, stop tokens ignored, and compare with its continuation."""
 
 from errors import Refused
-from forward.kv_cache import KvCache
+from forward.kv_cache import make_kv_cache
 from generate.decode import spec_decode
 from generate.draft import Drafter
 from generate.sampler import Sampler
@@ -20,7 +20,7 @@ def run_oracle(settings, opened):
     loaded = load_model(settings, opened)
     model, run, generated = loaded.model, RunReport("oracle", loaded), []
     counters, run.num_prompt_ids = run.counters, len(prompt)
-    kv = KvCache(model.config, loaded.context)
+    kv = make_kv_cache(model.config, loaded.context)
     max_tokens = len(full) - len(prompt)
     draft, progress = Drafter(model, kv, run.governor), PrefillProgress(len(prompt))
     for token in spec_decode(model, kv, prompt, Sampler(), max_tokens, (), draft, progress, counters):

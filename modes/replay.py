@@ -7,7 +7,7 @@ the logits a decoder would need. Prefill and decode are timed and counted apart.
 import torch
 
 from errors import Refused
-from forward.kv_cache import KvCache
+from forward.kv_cache import make_kv_cache
 from forward.step import step
 from load.model import load_model
 from machine.console import PrefillProgress, say
@@ -24,7 +24,7 @@ def run_replay(settings, opened):
     loaded = load_model(settings, opened)
     model, run = loaded.model, RunReport("replay", loaded)
     run.num_prompt_ids = first = len(prompt) - 1
-    kv = KvCache(model.config, len(full))
+    kv = make_kv_cache(model.config, len(full))
     step(model, [(full[:first], kv)], PrefillProgress(first))
     run.prefill_done()
     equal = 0

@@ -14,7 +14,7 @@ KV_SHARE = 0.25  # of what the resident part leaves of the budget: the rest is f
 
 
 def open_server(settings):
-    """As open_snapshot, with KV_SLOTS KV states; by default with 4, or as many as leave most memory to experts."""
+    """As open_snapshot, with KV_SLOTS KV caches; by default with 4, or as many as leave most memory to experts."""
     if settings.serve == "1":
         import server.app  # noqa: F401 - what it takes belongs to the process that the plan counts
     if settings.kv_slots:

@@ -1,7 +1,7 @@
 """TF: run over the full_ids of REF, compare the argmax after every token with its tf_pred."""
 
 from errors import Refused
-from forward.kv_cache import KvCache
+from forward.kv_cache import make_kv_cache
 from forward.step import step_logprobs
 from load.model import load_model
 from machine.console import PrefillProgress, say
@@ -20,7 +20,7 @@ def forward_all(settings, opened):
     loaded = load_model(settings, opened)
     model, run = loaded.model, RunReport("tf", loaded)
     run.num_prompt_ids = len(ids)
-    kv = KvCache(model.config, len(ids))
+    kv = make_kv_cache(model.config, len(ids))
     predicted = step_logprobs(model, [(ids, kv)], expected, PrefillProgress(len(ids)))[1].tolist()
     run.end()
     seconds = run.phases()[0].seconds

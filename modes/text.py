@@ -4,7 +4,7 @@ import sys
 
 from errors import Refused
 from forward.finite import NonFinite
-from forward.kv_cache import KvCache
+from forward.kv_cache import make_kv_cache
 from generate.decode import spec_decode
 from generate.draft import Drafter
 from generate.sampler import Sampler
@@ -38,7 +38,7 @@ def run_text(settings, opened):
     model = loaded.model
     run, stream, interrupted = RunReport("prompt", loaded), Detokenizer(tokenizer), None
     counters, run.num_prompt_ids = run.counters, len(prompt_ids)
-    kv = KvCache(config, context)
+    kv = make_kv_cache(config, context)
     try:
         for token in spec_decode(
             model,

@@ -71,7 +71,7 @@ class ModelConfig:
     # Not of config.json: a lossy reduction the user may ask for. Of a token's experts keep the fewest whose scores
     # reach this share of their sum; 0 keeps all.
     expert_mass: float = 0.0
-    # Not of config.json either: how the KV state is stored, float32 or, if the user asks for it, rounded to bfloat16.
+    # Not of config.json either: how the KV cache is stored, float32 or, if the user asks for it, rounded to bfloat16.
     kv_dtype: str = "f32"
 
     @property

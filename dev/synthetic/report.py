@@ -17,7 +17,7 @@ from collections import OrderedDict
 import numpy as np
 
 import forward.moe
-from forward.kv_cache import KvCache
+from forward.kv_cache import make_kv_cache
 from forward.step import step
 from load.model import load_model
 from settings import Settings
@@ -78,7 +78,7 @@ def record_routes(model, ids):
 
     forward.moe.route = recording
     try:
-        step(model, [(ids, KvCache(model.config, len(ids)))])
+        step(model, [(ids, make_kv_cache(model.config, len(ids)))])
     finally:
         forward.moe.route = plain
     # One call for each layer of a chunk.

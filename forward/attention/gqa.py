@@ -22,7 +22,7 @@ def gqa(config, layer, weights, x, chunk):
     out, window = [], config.window(layer)
     for segment in chunk.segments:
         rows = segment.rows
-        all_keys, all_values = segment.kv.bind(layer).append(keys[rows].flatten(1), values[rows])
+        all_keys, all_values = segment.kv.append(layer, keys[rows].flatten(1), values[rows])
         all_keys, all_values = all_keys.view(-1, G, D), all_values.view(-1, G, V)
         out.append(
             grouped_attention(queries[rows], all_keys, all_values, segment.first, window, weights.sinks, D**-0.5)

@@ -18,7 +18,7 @@ def select(config, layer, weights, x, query_latent, chunk):
     H, D = config.index_num_heads, config.index_head_dim
     keys = layer_norm(linear(x, weights.k), weights.k_norm, weights.k_norm_bias, config.index_norm_eps)
     keys = rotate(keys, 0, chunk.cos, chunk.sin, config.index_rope_interleaved)
-    known = [segment.kv.bind(layer).append_index(keys[segment.rows]) for segment in chunk.segments]
+    known = [segment.kv.append_index(layer, keys[segment.rows]) for segment in chunk.segments]
     if all(len(keys) <= config.index_topk for keys in known):
         return [None] * len(known)
     queries = linear(query_latent, weights.q_b).view(-1, H, D)

@@ -33,7 +33,7 @@ def mla(config, layer, weights, indexer, x, chunk, selections):
     out, scale = [], config.qk_head_dim**-0.5 * config.rope.score_factor
     for segment, selection in zip(chunk.segments, selections, strict=True):
         rows = segment.rows
-        known = segment.kv.bind(layer).append(latents[rows], rope_keys[rows])
+        known = segment.kv.append(layer, latents[rows], rope_keys[rows])
         out.append(absorbed_attention(queries[rows], weights.kv_b, *known, segment.first, selection, V, scale))
     out = out[0] if len(out) == 1 else torch.cat(out)
     return linear(out.flatten(1), weights.o, weights.o_bias), selections

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from dev import quality
 from errors import Refused
-from forward.kv_cache import KvCache
+from forward.kv_cache import make_kv_cache
 from forward.step import step_logprobs
 from kernels.quantize import SEARCH_STEPS
 from scripts import conversion
@@ -83,7 +83,7 @@ def test_the_perplexity_is_the_one_of_the_engine(texts, capsys, load):
     assert code == 0 and out[0] == "tiny, 100 held-out tokens, routed experts alone quantized"
     [ids] = quality.load_rows(texts, EMBEDDED_SNAPSHOT, 100)
     loaded = load(EMBEDDED_SNAPSHOT, KERNELS="reference")
-    logprobs, _ = step_logprobs(loaded.model, [(ids[:-1], KvCache(loaded.config, 100))], ids[1:])
+    logprobs, _ = step_logprobs(loaded.model, [(ids[:-1], make_kv_cache(loaded.config, 100))], ids[1:])
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in out if line.startswith("|")]
     weights, activations = rows[2:4], rows[6:]
     assert [row[0] for row in weights] == ["16", "int4-g64"] and [row[0] for row in activations] == ["int4-g64"]

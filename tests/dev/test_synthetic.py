@@ -15,7 +15,7 @@ from dev.synthetic.structure import popularity
 from dev.synthetic.tensors import SILU_RMS
 from dev.synthetic.text import topic_ids
 from experts.disk import PAGE
-from forward.kv_cache import KvCache
+from forward.kv_cache import make_kv_cache
 from forward.mlp import mlp
 from forward.step import step, step_all
 from kernels.formats import FORMATS
@@ -47,7 +47,7 @@ def test_every_format_runs_and_has_its_size(name, load, tmp_path):
         assert len(place.runs) == 1 and place.runs[0].offset % PAGE == 0
         assert loaded.disk.expert_bytes[layer] == place.num_bytes == -(-place.stored_bytes // 4096) * 4096
     ids = full_ids(folder)
-    logits = step_all(loaded.model, [(ids, KvCache(loaded.config, len(ids)))])
+    logits = step_all(loaded.model, [(ids, make_kv_cache(loaded.config, len(ids)))])
     assert logits.isfinite().all()
     assert 0.3 < logits.std() < 3  # of sane size, and not the same for every token
     assert logits.std(0).mean() > 0.3
@@ -163,7 +163,7 @@ def test_activations_keep_their_size(routed, load, monkeypatch):
         return out, selections
 
     monkeypatch.setattr(forward.layers_forward, "layer_forward", recording)
-    step(loaded.model, [(ids[:300], KvCache(loaded.config, 300))])
+    step(loaded.model, [(ids[:300], make_kv_cache(loaded.config, 300))])
     for size in sizes:
         assert size.min() > 0.8 and size.max() < 6
         assert 1 < size[100:].mean() < 2.5

@@ -10,7 +10,7 @@ import torch
 
 from experts.prefetch import LONG_CHUNK, LOOKS, PAUSE, TRIAL, PrefetchController
 from experts.read_queue import ExpertRead, ReadQueue
-from forward.kv_cache import KvCache
+from forward.kv_cache import make_kv_cache
 from forward.step import step
 from settings import EMBEDDED_SNAPSHOT
 from tests.conftest import FIXTURES, read_json
@@ -21,7 +21,7 @@ NUM_TOKENS = 24
 
 def generate(model, prompt=PROMPT):
     """Greedy ids after a prompt, and the logits they were taken from."""
-    kv, ids, logits = KvCache(model.config, len(prompt) + NUM_TOKENS), list(prompt), []
+    kv, ids, logits = make_kv_cache(model.config, len(prompt) + NUM_TOKENS), list(prompt), []
     for _ in range(NUM_TOKENS):
         logits.append(step(model, [(ids[kv.length :], kv)])[0])
         ids.append(int(logits[-1].argmax()))

@@ -4,7 +4,7 @@ at once, one at a time, in chunks, beside other sequences, with more threads, fr
 import pytest
 import torch
 
-from forward.kv_cache import KvCache
+from forward.kv_cache import make_kv_cache
 from forward.step import step, step_all
 from kernels import dispatch
 from kernels.build import VARIANTS, processor_flags
@@ -74,7 +74,7 @@ def test_the_same_bits_however_they_are_computed(folders, load, name, bits):
         other = load(folders(name, bits), cap=2, PREFILL_CHUNK=chunk, THREADS=2).model
         assert torch.equal(all_logits(other, ids), at_once), chunk
     # Three sequences in one batch, at different places of the same text.
-    states = [KvCache(model.config, len(ids)) for _ in range(3)]
+    states = [make_kv_cache(model.config, len(ids)) for _ in range(3)]
     step(model, [(ids[:20], states[0]), (ids[:7], states[1])])
     together = step_all(model, [(ids[20:31], states[0]), (ids[7:8], states[1]), (ids[:19], states[2])])
     assert torch.equal(together, torch.cat([at_once[20:31], at_once[7:8], at_once[:19]]))

@@ -15,7 +15,7 @@ import colibri
 import forward.moe
 from errors import Refused
 from forward import cost
-from forward.kv_cache import KvCache
+from forward.kv_cache import make_kv_cache
 from forward.mtp import mtp, mtp_logits
 from forward.step import step_all
 from generate.decode import DecodeCounters, spec_decode
@@ -98,7 +98,7 @@ def test_a_token_gets_the_same_bits_in_any_company(load, name):
     expected = all_logits(model, ids)
     for pieces in ([1] * 48, [12, 1, 2, 20, 13]):
         assert torch.equal(all_logits(model, ids, pieces), expected)
-    states = [KvCache(model.config, 48) for _ in range(2)]
+    states = [make_kv_cache(model.config, 48) for _ in range(2)]
     both = step_all(model, [(ids, states[0]), (ids[:7], states[1])])
     assert torch.equal(both, torch.cat([expected, expected[:7]]))
 
@@ -194,14 +194,14 @@ def test_rows_in_lock_step(load, name):
 @pytest.mark.parametrize("name", MTP)
 def test_the_mtp_layer_equals_transformers(load, name, kernels):
     model, (ref, tensors) = load(FIXTURES / name, DRAFT="auto", KERNELS=kernels).model, reference(name)
-    kv = KvCache(model.config, 60)
+    kv = make_kv_cache(model.config, 60)
     rows = torch.cat([hidden for _, hidden in layers_forward_of(model, ref["seq"], kv)])
     s = mtp(model, [(ref["seq"][1:], kv)], rows[:-1])
     torch.testing.assert_close(mtp_logits(model, s), tensors["mtp_logits"], atol=TOLERANCE, rtol=0)
     assert mtp_logits(model, s).argmax(-1).tolist() == ref["mtp"]["argmax"]
     for slot, expected in ref["mtp"]["chained_drafts"].items():
         known = int(slot) + 1
-        kv = KvCache(model.config, 60)
+        kv = make_kv_cache(model.config, 60)
         source = MtpProposer(model, kv)
         for chunk, hidden in layers_forward_of(model, ref["seq"][:known], kv):
             source.follow(chunk, *chunk.segments, hidden)
@@ -215,7 +215,7 @@ def test_drafts_change_no_token(load, name, draft):
     """By the MTP layer where there is one, else by what was written before."""
     model, (ref, _) = load(FIXTURES / name, DRAFT=draft).model, reference(name)
     prompt, continuation, counters = ref["greedy"]["prompt"], ref["greedy"]["continuation"], DecodeCounters()
-    kv = KvCache(model.config, 60)
+    kv = make_kv_cache(model.config, 60)
     drafter = Drafter(model, kv, DraftLength(draft))
     ids = list(spec_decode(model, kv, prompt, Sampler(), 24, (), drafter, None, counters))
     assert ids == continuation
@@ -243,7 +243,7 @@ def test_an_mtp_layer_made_of_the_last_one_drafts_and_changes_nothing(load, tmp_
     prompt, continuation = (reference(name)[0]["greedy"][key] for key in ("prompt", "continuation"))
     for folder in (source, tmp_path / "out"):
         model, counters = load(folder, DRAFT=2).model, DecodeCounters()
-        kv = KvCache(model.config, 60)
+        kv = make_kv_cache(model.config, 60)
         drafter = Drafter(model, kv, DraftLength("2"))
         assert list(spec_decode(model, kv, prompt, Sampler(), 24, (), drafter, None, counters)) == continuation
         assert model.weights.mtp is not None and counters.proposed > 20
@@ -274,10 +274,10 @@ def test_costs_are_those_of_the_weights(load, name):
         head = 2 * config.vocab_size * config.hidden_size
         tokens = [cost.decode_flops(config, context, resident.has_indexer) - head for context in range(1, length + 1)]
         assert cost.prefill_flops(config, length, resident.has_indexer) == sum(tokens) + head
-    kv = KvCache(config, 50)
-    assert kv.bytes == 4 * sum(part.numel() for part in (kv.latents, kv.rope_keys, kv.index_keys))
+    kv = make_kv_cache(config, 50)
+    assert kv.num_bytes == 4 * sum(tensor.numel() for tensor in kv.tensors)
     of_mtp = sum(config.kv_widths) + (config.index_head_dim if config.indexer_types else 0)
-    assert 50 * (cost.kv_bytes_stored(config, resident.has_indexer) + 4 * of_mtp) == kv.bytes
+    assert 50 * (cost.kv_bytes_stored(config, resident.has_indexer) + 4 * of_mtp) == kv.num_bytes
 
 
 # --- conversion -------------------------------------------------------------------------------------------------------

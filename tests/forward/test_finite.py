@@ -8,7 +8,7 @@ import safetensors.torch
 import torch
 
 from forward.finite import NonFinite, NonFiniteWarning, check_logits
-from forward.kv_cache import KvCache
+from forward.kv_cache import make_kv_cache
 from forward.step import step_all
 from generate.decode import spec_decode
 from generate.sampler import Sampler
@@ -34,7 +34,7 @@ def test_one_bad_logit_is_warned_about_and_never_chosen(load, monkeypatch, bad, 
         return logits
 
     monkeypatch.setattr(forward.step, "lm_head", lm_head)
-    kv = KvCache(model.config, 40)
+    kv = make_kv_cache(model.config, 40)
     with pytest.warns(NonFiniteWarning, match=rf"1 of 512 logits after position \d+ .* \(id {spoilt} first\)"):
         tokens = list(spec_decode(model, kv, ref["greedy"]["prompt"], sampler, 24))
     assert spoilt not in tokens and len(set(tokens)) > 5
@@ -64,7 +64,7 @@ def test_a_hidden_state_that_breaks_down_names_layer_and_position(load):
     loaded = load(FIXTURES / "glm_moe_dsa")
     weights = loaded.model.weights.layers[2].attention
     weights.o.data[5, 0] = NAN
-    kv = KvCache(loaded.model.config, 48)
+    kv = make_kv_cache(loaded.model.config, 48)
     with pytest.raises(NonFinite, match="after layer 2 is not finite at position 0"):
         step_all(loaded.model, [(ref["seq"], kv)])
     assert kv.length == 0

@@ -7,7 +7,7 @@ import forward.attention.mla
 import forward.layers_forward
 import forward.moe
 import forward.step
-from forward.kv_cache import KvCache
+from forward.kv_cache import make_kv_cache
 from forward.step import step, step_all
 from generate.decode import spec_decode
 from generate.sampler import Sampler
@@ -18,7 +18,7 @@ TOLERANCE = 1e-3  # float32; the logits have a standard deviation near 3
 
 def all_logits(model, ids, pieces=None):
     """Logits after each of ids, fed in the given piece lengths (default: at once)."""
-    kv, at, out = KvCache(model.config, len(ids)), 0, []
+    kv, at, out = make_kv_cache(model.config, len(ids)), 0, []
     for length in pieces or [len(ids)]:
         out.append(step_all(model, [(ids[at : at + length], kv)]))
         at += length
@@ -27,7 +27,7 @@ def all_logits(model, ids, pieces=None):
 
 
 def greedy(model, prompt, num_tokens):
-    kv = KvCache(model.config, len(prompt) + num_tokens)
+    kv = make_kv_cache(model.config, len(prompt) + num_tokens)
     return list(spec_decode(model, kv, prompt, Sampler(), num_tokens))
 
 
@@ -67,7 +67,7 @@ def test_hidden_states_of_every_layer(name, oracle_folder, load, monkeypatch):
         return plain(model, layer, weights, x, *more)
 
     monkeypatch.setattr(forward.layers_forward, "layer_forward", recording)
-    kv = KvCache(model.config, len(ref["seq"]))
+    kv = make_kv_cache(model.config, len(ref["seq"]))
     [(_, last)] = forward.layers_forward.layers_forward(model, [(ref["seq"], kv)])
     expected = tensors["hidden"]
     torch.testing.assert_close(torch.stack([*hidden, last]), expected, atol=TOLERANCE, rtol=1e-4)
@@ -176,7 +176,7 @@ def test_sequences_in_one_batch_do_not_see_each_other(oracle_folder, load):
     ref, tensors = reference("glm_moe_dsa")
     model = load(oracle_folder("glm_moe_dsa"), PREFILL_CHUNK=16).model
     ids = ref["seq"]
-    states = [KvCache(model.config, 48) for _ in range(3)]
+    states = [make_kv_cache(model.config, 48) for _ in range(3)]
     step(model, [(ids[:20], states[0])])
     batch = [(ids[20:33], states[0]), (ids[:1], states[1]), (ids[:30], states[2])]
     last = step(model, batch)
@@ -205,13 +205,13 @@ def test_logits_are_computed_only_where_asked_for(oracle_folder, load, monkeypat
     model, rows = load(oracle_folder("glm_moe_dsa"), PREFILL_CHUNK=10).model, []
     plain = forward.step.lm_head
     monkeypatch.setattr(forward.step, "lm_head", lambda model, hidden: rows.append(len(hidden)) or plain(model, hidden))
-    step(model, [(list(range(30)), KvCache(model.config, 30))])
+    step(model, [(list(range(30)), make_kv_cache(model.config, 30))])
     assert rows == [1]
 
 
 def test_a_batch_that_cannot_be_is_refused_before_anything_runs(oracle_folder, load):
     model = load(oracle_folder("glm_moe_dsa")).model
-    kv, other = KvCache(model.config, 4), KvCache(model.config, 4)
+    kv, other = make_kv_cache(model.config, 4), make_kv_cache(model.config, 4)
     for batch, message in [
         ([([1], other), ([1, 2, 3, 4, 5], kv)], "5 tokens do not fit a KV cache with room for 4"),
         ([([1], kv), ([2], kv)], "twice"),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from forward import cost
-from forward.kv_cache import KvCache
+from forward.kv_cache import kv_cache_bytes, make_kv_cache
 from forward.step import step, step_all
 from generate.kv_rows import BatchKvCache
 from kernels import dispatch, reference
@@ -102,12 +102,12 @@ def model(load):
 
 def test_a_state_takes_half_the_memory(load, model):
     plain = load(FIXTURES / "glm_moe_dsa_mtp")
-    kv = KvCache(model.config, 100)
-    assert kv.bytes == KvCache(plain.config, 100).bytes // 2 == KvCache.bytes_for(model.config, 100)
-    assert kv.bytes == sum(t.numel() * t.element_size() for t in (kv.latents, kv.rope_keys, kv.index_keys))
-    assert BatchKvCache.empty(model.config, 100, num_rows=3).bytes == 3 * kv.bytes
+    kv = make_kv_cache(model.config, 100)
+    assert kv.num_bytes == make_kv_cache(plain.config, 100).num_bytes // 2 == kv_cache_bytes(model.config, 100)
+    assert kv.num_bytes == sum(t.numel() * t.element_size() for t in (kv.latents, kv.rope_keys, kv.index_keys))
+    assert BatchKvCache.empty(model.config, 100, num_rows=3).bytes == 3 * kv.num_bytes
     asked = load(FIXTURES / "glm_moe_dsa_mtp", KV_DTYPE="bf16", CTX=100)
-    assert asked.plan.kv_bytes == kv.bytes
+    assert asked.plan.kv_bytes == kv.num_bytes
     for count in (cost.kv_bytes_stored, lambda config: cost.kv_bytes_read(config, 50)):
         assert 2 * count(model.config) == count(plain.config)
 
@@ -121,20 +121,23 @@ def test_the_definition_widens_and_the_plan_counts_it(model):
 
 def test_what_is_appended_is_rounded_half_to_even(model):
     config, step_of_one = model.config, 2.0**-7  # between bfloat16 numbers from 1 to 2
-    row = KvCache(config, 8).bind(config.num_layers)
+    kv = make_kv_cache(config, 8)
     given = torch.tensor([1 + step_of_one / 2, 1 + 1.5 * step_of_one, 1 + 0.51 * step_of_one, -1 - step_of_one / 2])
     kept = torch.tensor([1, 1 + 2 * step_of_one, 1 + step_of_one, -1])
     rows = [given[:, None].expand(4, width) for width in (config.kv_lora_rank, config.rope_head_dim)]
-    for known in (*row.append(*rows), row.append_index(given[:, None].expand(4, config.index_head_dim))):
+    for known in (
+        *kv.append(config.num_layers, *rows),
+        kv.append_index(config.num_layers, given[:, None].expand(4, config.index_head_dim)),
+    ):
         assert known.dtype == torch.bfloat16 and torch.equal(known.float(), kept[:, None].expand_as(known))
 
 
 def test_trim_and_clone_lose_nothing(model):
     ids = ids_of("glm_moe_dsa_mtp")
-    whole = KvCache(model.config, 48)
+    whole = make_kv_cache(model.config, 48)
     step(model, [(ids[:20], whole)])
     expected = step(model, [(ids[20:30], whole)])
-    kv = KvCache(model.config, 20)
+    kv = make_kv_cache(model.config, 20)
     step(model, [(ids[:20], kv)])
     clones = [kv.clone(capacity=48), BatchKvCache([kv]).clone(2, 48).states[1]]
     kv.trim(3)
@@ -163,7 +166,7 @@ def test_the_same_bits_however_they_are_computed(load, name):
     for chunk in (1, 5, 16):
         other = load(NAMES[name], cap=2, KV_DTYPE="bf16", PREFILL_CHUNK=chunk, THREADS=2).model
         assert torch.equal(all_logits(other, ids), at_once), chunk
-    states = [KvCache(model.config, count) for _ in range(3)]
+    states = [make_kv_cache(model.config, count) for _ in range(3)]
     step(model, [(ids[:20], states[0]), (ids[:7], states[1])])
     together = step_all(model, [(ids[20:31], states[0]), (ids[7:8], states[1]), (ids[:19], states[2])])
     assert torch.equal(together, torch.cat([at_once[20:31], at_once[7:8], at_once[:19]]))
@@ -218,7 +221,7 @@ def test_a_greedy_run_says_it_and_drafts_change_no_text(run_colibri, tmp_path):
 def test_the_default_says_nothing(load):
     for variables in ({}, {"KV_DTYPE": "f32"}, {"KV_DTYPE": ""}):
         loaded = load(EMBEDDED_SNAPSHOT, **variables)
-        assert loaded.lossy == () and KvCache(loaded.config, 1).latents.dtype == torch.float32
+        assert loaded.lossy == () and make_kv_cache(loaded.config, 1).latents.dtype == torch.float32
 
 
 @pytest.mark.parametrize("value", ["f16", "BF16", "1"])

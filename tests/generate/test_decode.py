@@ -2,7 +2,7 @@
 
 import pytest
 
-from forward.kv_cache import KvCache
+from forward.kv_cache import make_kv_cache
 from generate.decode import DecodeCounters, spec_decode
 from generate.draft import NoDraft
 from generate.sampler import Sampler
@@ -34,7 +34,7 @@ class Script(NoDraft):
 
 
 def generate(model, prompt, sampler, num_tokens, **options):
-    kv, counters = KvCache(model.config, len(prompt) + num_tokens), DecodeCounters()
+    kv, counters = make_kv_cache(model.config, len(prompt) + num_tokens), DecodeCounters()
     ids = list(spec_decode(model, kv, prompt, sampler, num_tokens, counters=counters, **options))
     return ids, kv, counters
 
@@ -97,7 +97,7 @@ def test_a_beginning_that_is_known_is_not_prefilled_again(model):
 
 def test_whoever_stops_listening_leaves_no_guess_behind(model):
     ref = reference(NAME)[0]["greedy"]
-    kv = KvCache(model.config, 60)
+    kv = make_kv_cache(model.config, 60)
     draft = Script(ref["prompt"] + ref["continuation"], 8)
     generation = spec_decode(model, kv, ref["prompt"], Sampler(), 24, draft=draft)
     taken = [next(generation) for _ in range(4)]
@@ -109,24 +109,24 @@ def test_whoever_stops_listening_leaves_no_guess_behind(model):
 
 def test_the_room_is_checked_first_and_used_to_the_last_position(model):
     ref = reference(NAME)[0]["greedy"]
-    kv = KvCache(model.config, 12 + 23)  # the last token needs no position
+    kv = make_kv_cache(model.config, 12 + 23)  # the last token needs no position
     assert list(spec_decode(model, kv, ref["prompt"], Sampler(), 24)) == ref["continuation"]
     with pytest.raises(ValueError, match="do not fit"):
-        next(spec_decode(model, KvCache(model.config, 34), ref["prompt"], Sampler(), 24))
+        next(spec_decode(model, make_kv_cache(model.config, 34), ref["prompt"], Sampler(), 24))
     with pytest.raises(ValueError, match="at least one prompt id"):
-        next(spec_decode(model, KvCache(model.config, 34), [], Sampler(), 2))
+        next(spec_decode(model, make_kv_cache(model.config, 34), [], Sampler(), 2))
 
 
 def test_counters_may_run_over_several_generations(model):
     counters = DecodeCounters()
     for _ in range(2):
-        kv = KvCache(model.config, 40)
+        kv = make_kv_cache(model.config, 40)
         assert len(list(spec_decode(model, kv, [1, 2], Sampler(), 5, counters=counters))) == 5
     assert counters.tokens == 10
 
 
 def test_nothing_runs_before_the_first_token_is_asked_for(model):
-    kv = KvCache(model.config, 40)
+    kv = make_kv_cache(model.config, 40)
     spec_decode(model, kv, [1, 2], Sampler(), 5)
     assert kv.length == 0
     assert list(spec_decode(model, kv, [1, 2], Sampler(), 0)) == []

@@ -8,7 +8,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from forward.kv_cache import KvCache
+from forward.kv_cache import make_kv_cache
 from forward.step import step
 from generate.kv_file import KvFileStore
 from generate.scheduler import Request, Scheduler, Started
@@ -82,7 +82,7 @@ def test_a_conversation_survives(begin, tmp_path):
 def test_what_is_loaded_is_what_was_saved(load, oracle_folder, tmp_path, name):
     """Grouped queries, an indexer, an indexer that the snapshot lacks or does not use."""
     loaded, said = load(oracle_folder(name)), []
-    kv, other = KvCache(loaded.config, 40), KvCache(loaded.config, 60)
+    kv, other = make_kv_cache(loaded.config, 40), make_kv_cache(loaded.config, 60)
     step(loaded.model, [(list(PROMPT), kv)])
     KvFileStore(loaded, tmp_path, said.append).save("x", list(PROMPT), kv)
     files = KvFileStore(loaded, tmp_path, said.append)
@@ -142,7 +142,7 @@ def test_a_crash_loses_the_last_turn_at_most(begin, tmp_path):
 def resumed(files):
     """The ids that a new process would take over."""
     other = copy.copy(files)
-    other.known, other.say, kv = {}, lambda line: None, KvCache(files.config, 60)
+    other.known, other.say, kv = {}, lambda line: None, make_kv_cache(files.config, 60)
     ids = other.ids("a") and other.load("a", kv)
     assert len(ids) == kv.length
     return ids
@@ -201,7 +201,7 @@ def test_hostile_files(begin, tmp_path):
 
 def test_numbers_that_are_none_are_not_taken(load, tmp_path):
     loaded, said = load(FOLDER), []
-    kv = KvCache(loaded.config, 40)
+    kv = make_kv_cache(loaded.config, 40)
     step(loaded.model, [(list(PROMPT), kv)])
     kv.latents[1, 3, 2] = float("nan")
     KvFileStore(loaded, tmp_path, said.append).save("x", list(PROMPT), kv)

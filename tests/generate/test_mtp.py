@@ -1,4 +1,4 @@
-"""Drafts: the MTP layer against transformers, n-grams, and that none of it changes a token or the KV state."""
+"""Drafts: the MTP layer against transformers, n-grams, and that none of it changes a token or the KV cache."""
 
 import random
 import shutil
@@ -9,7 +9,7 @@ import safetensors.torch
 import torch
 
 from experts.route_observer import ForwardRoutes
-from forward.kv_cache import KvCache
+from forward.kv_cache import make_kv_cache
 from forward.layers_forward import layers_forward
 from forward.mtp import mtp, mtp_logits
 from forward.step import step
@@ -40,7 +40,7 @@ def hidden_rows(model, kv, ids):
 
 
 def generate(model, prompt, num_tokens, sampler=None, draft="auto", **options):
-    kv, counters = KvCache(model.config, len(prompt) + num_tokens), DecodeCounters()
+    kv, counters = make_kv_cache(model.config, len(prompt) + num_tokens), DecodeCounters()
     drafter = draft(model, kv) if callable(draft) else Drafter(model, kv, DraftLength(draft))
     ids = list(spec_decode(model, kv, prompt, sampler or Sampler(), num_tokens, (), drafter, None, counters, **options))
     return ids, kv, counters
@@ -50,7 +50,7 @@ def generate(model, prompt, num_tokens, sampler=None, draft="auto", **options):
 
 
 def test_logits_equal_transformers(model):
-    kv = KvCache(model.config, 60)
+    kv = make_kv_cache(model.config, 60)
     hidden = hidden_rows(model, kv, REF["seq"])
     s = mtp(model, [(REF["seq"][1:], kv)], hidden[:-1])
     torch.testing.assert_close(mtp_logits(model, s), TENSORS["mtp_logits"], atol=1e-3, rtol=0)
@@ -61,12 +61,12 @@ def test_logits_equal_transformers(model):
 @pytest.mark.parametrize("cuts", [[47], [1] * 47, [12, 1, 2, 20, 12]])
 def test_in_pieces_it_is_the_same(load, cuts):
     model = load(FIXTURES / NAME, DRAFT="auto").model
-    kv, at, rows = KvCache(model.config, 60), 0, []
+    kv, at, rows = make_kv_cache(model.config, 60), 0, []
     hidden = hidden_rows(model, kv, REF["seq"])
     for cut in cuts:
         rows.append(mtp(model, [(REF["seq"][at + 1 : at + cut + 1], kv)], hidden[at : at + cut]))
         at += cut
-    whole = KvCache(model.config, 60)
+    whole = make_kv_cache(model.config, 60)
     whole.length = 48
     assert torch.equal(torch.cat(rows), mtp(model, [(REF["seq"][1:], whole)], hidden[:-1]))
 
@@ -75,7 +75,7 @@ def test_chained_drafts_equal_transformers(model):
     """`draft` of slot i: what follows seq[i + 1], each guess fed back."""
     for slot, expected in REF["mtp"]["chained_drafts"].items():
         known = int(slot) + 1  # positions whose next token is known
-        kv = KvCache(model.config, 60)
+        kv = make_kv_cache(model.config, 60)
         source = MtpProposer(model, kv)
         for chunk, hidden in layers_forward_of(model, REF["seq"][:known], kv):
             source.follow(chunk, *chunk.segments, hidden)
@@ -92,14 +92,14 @@ def layers_forward_of(model, ids, kv):
 
 def test_room_is_checked(load):
     model = load(FIXTURES / NAME, DRAFT="auto").model
-    kv = KvCache(model.config, 8)
+    kv = make_kv_cache(model.config, 8)
     with pytest.raises(ValueError, match="9 more slots do not fit the 8"):
         mtp(model, [([1] * 9, kv)], torch.zeros(9, model.config.hidden_size))
 
 
 def test_the_slots_follow_trim_and_clone(load):
     model = load(FIXTURES / NAME, DRAFT="auto").model
-    kv = KvCache(model.config, 60)
+    kv = make_kv_cache(model.config, 60)
     hidden = hidden_rows(model, kv, REF["seq"])
     mtp(model, [(REF["seq"][1:], kv)], hidden[:-1])
     other = kv.clone()
@@ -190,7 +190,7 @@ def test_a_long_prompt_goes_through_the_layer_chunk_by_chunk(load, chunk):
     model = load(EMBEDDED_SNAPSHOT, DRAFT="auto", PREFILL_CHUNK=chunk).model
     prompt, states = TINY["full_ids"], []
     for few in (16, 10**9):
-        kv = KvCache(model.config, 100)
+        kv = make_kv_cache(model.config, 100)
         source = MtpProposer(model, kv)
         source.FEW = few
         for piece, hidden in layers_forward_of(model, prompt[:-1], kv):
@@ -207,7 +207,7 @@ def test_a_state_that_is_known_already_is_drafted_from_there_on(load):
     """Its hidden rows are gone: the layer begins with the first new one."""
     model = load(EMBEDDED_SNAPSHOT, DRAFT="auto").model
     prompt, n = TINY["prompt_ids"], 40
-    kv = KvCache(model.config, 100)
+    kv = make_kv_cache(model.config, 100)
     first = list(spec_decode(model, kv, prompt, Sampler(), 8))
     again = Drafter(model, kv, DraftLength("3"))
     counters = DecodeCounters()
@@ -219,7 +219,7 @@ def test_a_state_that_is_known_already_is_drafted_from_there_on(load):
 def test_whoever_stops_listening_can_go_on(load):
     model = load(EMBEDDED_SNAPSHOT, DRAFT="auto").model
     prompt = TINY["prompt_ids"]
-    kv = KvCache(model.config, 100)
+    kv = make_kv_cache(model.config, 100)
     drafter = Drafter(model, kv, DraftLength("8"))
     generation = spec_decode(model, kv, prompt, Sampler(), 40, (), drafter)
     taken = [next(generation) for _ in range(6)]
@@ -232,7 +232,7 @@ def test_the_distribution_is_the_samplers_own(load):
     """Chi-square over many seeds: the second token, drafted or not, has the probabilities that the logits give it."""
     model = load(FIXTURES / NAME, DRAFT="auto").model
     prompt, num_seeds = REF["greedy"]["prompt"], 400
-    kv = KvCache(model.config, 20)
+    kv = make_kv_cache(model.config, 20)
     step(model, [(prompt[:-1], kv)])
     first = REF["greedy"]["continuation"][0]
     p = Sampler(temperature=1.0).probabilities(step(model, [([prompt[-1], first], kv.clone())])[0])
@@ -279,7 +279,7 @@ def test_only_accepted_tokens_are_learned_from(load, wrong):
             self.routes = ForwardRoutes() if guesses else None
             return [(guess + wrong) % 300 for guess in guesses]
 
-    kv, counters = KvCache(model.config, 100), DecodeCounters()
+    kv, counters = make_kv_cache(model.config, 100), DecodeCounters()
     draft = Guesser(model, kv, DraftLength("3"))
     list(spec_decode(model, kv, prompt, Sampler(), 40, (), draft, None, counters))
     assert (counters.accepted == 0) == wrong and draft.routes is None
@@ -359,7 +359,7 @@ def test_its_own_embedding_and_head_are_used(load, tmp_path):
     tensors["model.layers.5.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
     safetensors.torch.save_file(tensors, tmp_path / "s" / "model.safetensors")
     model = load(tmp_path / "s", DRAFT="auto").model
-    kv = KvCache(model.config, 60)
+    kv = make_kv_cache(model.config, 60)
     hidden = hidden_rows(model, kv, REF["seq"])
     s = mtp(model, [(REF["seq"][1:], kv)], hidden[:-1])
     assert mtp_logits(model, s).argmax(-1).tolist() == [(i + 1) % 512 for i in REF["mtp"]["argmax"]]

@@ -5,7 +5,7 @@ import torch
 
 import generate.engine
 from experts.route_observer import ForwardRoutes
-from forward.kv_cache import KvCache
+from forward.kv_cache import make_kv_cache
 from forward.step import step, step_all, step_last
 from generate.draft import Drafter, MtpProposer, mtp_guesses
 from generate.draft_length import DraftLength
@@ -158,7 +158,7 @@ def test_the_same_steps_and_the_same_kv_at_any_depth(model, monkeypatch, how):
 @pytest.mark.parametrize("kind", [Scripted, Mixed, Wrong])
 @pytest.mark.parametrize("most", [1, 2, 3, 5])
 def test_no_forward_goes_beyond_the_limit(model, monkeypatch, kind, most):
-    """A row of `most` tokens needs room for one less; its KV state would refuse more than it was made for."""
+    """A row of `most` tokens needs room for one less; its KV cache would refuse more than it was made for."""
     texts = texts_of(Watched(model, monkeypatch, terminal_ids=()).run(num_samples=2, max_tokens=12), 2)
     drafter = scripted(kind, texts, 8)
     watched = Watched(model, monkeypatch, drafter, terminal_ids=(), draft=8).run(num_samples=2, max_tokens=most)
@@ -214,7 +214,7 @@ def test_rows_that_say_the_same_stay_together(load, monkeypatch):
     watched.engine.governor = FirstAlone()
     list(watched.engine.generate(TINY["prompt_ids"], num_samples=4, max_tokens=30, temperature=0))
     assert len(watched.forwards) < 25 and all(len(set(tokens)) == 1 for tokens in watched.forwards)
-    drafter = Drafter(model, KvCache(model.config, 9), DraftLength())
+    drafter = Drafter(model, make_kv_cache(model.config, 9), DraftLength())
     choices, offers = [("MTP", 3), (None, 0), ("MTP", 1)], [{"MTP": 4}] * 3
     wanted = [([7, 1, 2], 9, 1), ([7, 1, 2], 9, 1), ([8, 1, 2], 9, 1)]
     assert drafter.together(choices, offers, wanted, 7) == [("MTP", 3), ("MTP", 3), ("MTP", 1)]
@@ -327,7 +327,7 @@ def test_heads_of_several_rows_guess_as_each_alone(load):
     model = load(EMBEDDED_SNAPSHOT, DRAFT="auto").model
     text, rows = TINY["full_ids"], []
     for length in (20, 33, 47):
-        kv = KvCache(model.config, 100)
+        kv = make_kv_cache(model.config, 100)
         drafter = Drafter(model, kv, DraftLength("3"))
         step(model, [(text[: length - 5], kv)], on_hidden=drafter.follow)
         step(model, [(text[length - 5 : length], kv)], on_hidden=drafter.follow)
@@ -345,7 +345,7 @@ def test_heads_of_several_rows_guess_as_each_alone(load):
 
 
 def test_a_clone_drafts_as_the_source_it_came_from(model):
-    kv = KvCache(model.config, 40)
+    kv = make_kv_cache(model.config, 40)
     drafter = Drafter(model, kv, DraftLength("4"))
     step(model, [(PROMPT, kv)], on_hidden=drafter.follow)
     cache = BatchKvCache([kv]).clone(2, 40)
@@ -361,7 +361,7 @@ def test_a_clone_drafts_as_the_source_it_came_from(model):
 @pytest.mark.parametrize("chunk", [4, 1024])
 def test_logits_of_the_last_tokens_alone(load, chunk):
     model = load(FIXTURES / NAME, PREFILL_CHUNK=chunk).model
-    a, b = (KvCache(model.config, 30) for _ in range(2))
+    a, b = (make_kv_cache(model.config, 30) for _ in range(2))
     others = [state.clone() for state in (a, b)]
     whole = step_all(model, [(PROMPT, a), (PROMPT[:5], b)])
     some = step_last(model, [(PROMPT, others[0]), (PROMPT[:5], others[1])], [6, 2])

@@ -7,7 +7,7 @@ import torch
 
 from errors import Refused
 from experts.route_observer import ForwardRoutes
-from forward.kv_cache import KvCache
+from forward.kv_cache import make_kv_cache
 from forward.step import step_all, step_hidden
 from generate.draft import Drafter
 from generate.draft_length import DraftLength
@@ -201,7 +201,7 @@ def test_the_head_follows_prompts_in_pieces(load):
     model = load(EMBEDDED_SNAPSHOT, DRAFT="auto").model
     text, states = TINY["full_ids"], []
     for pieces in [[60], [10, 30, 3, 17], [3, 5, 20, 32], [1] * 20 + [40]]:
-        kv = KvCache(model.config, 80)
+        kv = make_kv_cache(model.config, 80)
         drafter, at = Drafter(model, kv, DraftLength("3")), 0
         for count in pieces:
             drafter.routes = ForwardRoutes() if count % 2 else None
@@ -266,7 +266,7 @@ def test_logprobs_equal_those_of_score(serve):
 
     requests = [ScoreRequest(tuple(text[:i]), (text[i],)) for i in range(1, len(text))]
     scores = dict(score_requests(scheduler.model, requests, 2048))
-    logits = step_all(scheduler.model, [(text, KvCache(scheduler.config, 40))])
+    logits = step_all(scheduler.model, [(text, make_kv_cache(scheduler.config, 40))])
     for i, (id, logprob, top) in enumerate(entries[1:]):
         assert logprob == pytest.approx(scores[i].logprob, abs=1e-5)
         best = sorted(range(VOCAB), key=lambda t: (-float(logits[i][t]), t))[:3]
@@ -410,12 +410,12 @@ def test_every_slot_is_planned_for(load):
 
 def test_taking_over_positions(load):
     model = load(FIXTURES / NAME, DRAFT="auto").model
-    kv, other = KvCache(model.config, 30), KvCache(model.config, 20)
+    kv, other = make_kv_cache(model.config, 30), make_kv_cache(model.config, 20)
     step_all(model, [(list(PROMPT), kv)])
-    other.take(kv, 7)
+    other.copy_prefix(kv, 7)
     assert other.length == 7 and torch.equal(other.latents[:-1, :7], kv.latents[:-1, :7])
     both = [step_all(model, [(list(PROMPT[7:]), state)]) for state in (other, kv.clone(60)) if not state.trim(7)]
     assert torch.equal(*both)
     for length in (13, -1):
-        with pytest.raises(ValueError, match="cannot be taken over"):
-            other.take(kv, length)
+        with pytest.raises(ValueError, match="cannot copy"):
+            other.copy_prefix(kv, length)

@@ -16,7 +16,7 @@ import torch
 
 import colibri
 from errors import Refused
-from forward.kv_cache import KvCache
+from forward.kv_cache import make_kv_cache
 from forward.step import step
 from generate.decode import spec_decode
 from generate.draft import Drafter
@@ -77,7 +77,7 @@ class Dialogue:
 
     def fresh(self, ids, num_tokens=12):
         """The greedy answer of a state that remembers nothing."""
-        kv = KvCache(self.model.config, len(ids) + num_tokens)
+        kv = make_kv_cache(self.model.config, len(ids) + num_tokens)
         return TOKENIZER.decode(list(spec_decode(self.model, kv, ids, Sampler(), num_tokens, self.chat.stop_ids)))
 
 
@@ -121,7 +121,7 @@ def test_the_head_remembers_the_turns_before(load):
     kv, model = dialogue.chat.kv, dialogue.model
     known = kv.mtp_length
     assert kv.mtp_base == 0 and known > len(ids)
-    whole = KvCache(model.config, 512)
+    whole = make_kv_cache(model.config, 512)
     step(model, [(dialogue.chat.ids[: known + 1], whole)], on_hidden=Drafter(model, whole, DraftLength("3")).follow)
     assert whole.mtp_length == known
     assert torch.equal(kv.latents[model.config.num_layers, :known], whole.latents[model.config.num_layers, :known])

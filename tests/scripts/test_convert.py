@@ -15,7 +15,7 @@ import torch
 
 import colibri
 from experts.disk import PAGE, ExpertDisk
-from forward.kv_cache import KvCache
+from forward.kv_cache import make_kv_cache
 from forward.step import step_logprobs
 from kernels.formats import FORMATS
 from kernels.quantize import quantize_fp8
@@ -219,7 +219,7 @@ def test_every_mode_runs_on_every_format(name, tmp_path, load, monkeypatch, caps
     reference = {"prompt_ids": prompt, "full_ids": full, "tf_pred": predicted}
     (tmp_path / "ref.json").write_text(json.dumps(reference))
     (tmp_path / "requests.txt").write_text(f"{len(prompt)} 8 {' '.join(map(str, full))}\n")
-    logprobs, _ = step_logprobs(model, [(full[:-1], KvCache(model.config, len(full)))], full[1:])
+    logprobs, _ = step_logprobs(model, [(full[:-1], make_kv_cache(model.config, len(full)))], full[1:])
 
     opened, plain_open = [], load_module.open_snapshot
     monkeypatch.setattr(

@@ -182,12 +182,12 @@ def test_the_files_hold_every_tensor_under_its_name_of_the_hub(snapshot, dense):
 
 
 def test_the_engine_gives_the_logits_of_the_dense_model(snapshot, dense, load):
-    from forward.kv_cache import KvCache
+    from forward.kv_cache import make_kv_cache
     from forward.step import step_all
 
     ids = TextTokenizer(snapshot, SimpleNamespace(vocab_size=len(PIECES), text_prefix=())).encode("hello world 12")
     model = load(snapshot).model
-    logits = step_all(model, [(ids, KvCache(model.config, len(ids)))])
+    logits = step_all(model, [(ids, make_kv_cache(model.config, len(ids)))])
     torch.testing.assert_close(logits, dense_logits(dense, ids), rtol=1e-4, atol=5e-4)
 
 
