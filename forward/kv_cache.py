@@ -12,7 +12,6 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from kernels.formats import FORMATS
 from snapshot.config import ModelConfig
 
 
@@ -153,7 +152,7 @@ def kv_cache_bytes(config: ModelConfig, capacity: int) -> int:
 
 
 def kv_dtype(config: ModelConfig) -> torch.dtype:
-    return FORMATS[config.kv_dtype].dtype
+    return torch.bfloat16 if config.kv_dtype == "bf16" else torch.float32
 
 
 def index_layers(config: ModelConfig) -> list[int]:
