@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -15,7 +16,9 @@ from tests.conftest import ROOT
 # An import may point to the left, or stay.
 ROOMS = "errors kernels machine snapshot text experts forward load generate server modes".split()
 DOORS = ("settings", "colibri", "scripts", "dev", "bench", "tests")
+PRODUCT = (*ROOMS, "settings", "colibri", "scripts")
 MAX_LINES = 600
+MAX_README_LINES = 130
 
 
 def project_files(pattern="*"):
@@ -75,6 +78,16 @@ def test_files_stay_readable():
             assert ast.get_docstring(ast.parse(text)), f"{path} does not say what it is"
 
 
+def test_no_two_classes_share_a_name():
+    places = {}
+    for path in project_files("*.py"):
+        if not path.startswith("tests/"):
+            for node in ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8"))):
+                if isinstance(node, ast.ClassDef):
+                    places.setdefault(node.name, []).append(path)
+    assert {name: paths for name, paths in places.items() if len(paths) > 1} == {}
+
+
 def documented_variables():
     """-> (names of the headings, {name: what to use instead, or None} of the table) of docs/env_vars.md."""
     text = (ROOT / "docs" / "env_vars.md").read_text(encoding="utf-8")
@@ -115,3 +128,28 @@ def test_the_table_of_models_is_that_of_the_tests():
 
 def test_the_list_of_files_is_that_of_their_first_lines():
     assert house_table.DOCUMENT.read_text(encoding="utf-8") == house_table.table(), "run python dev/house_table.py"
+
+
+def test_every_folder_has_a_purpose():
+    folders = {str(Path(path).parent).removeprefix(".") for path in house_table.files()}
+    assert {folder for folder in folders if not folder.startswith("tests/")} <= {*house_table.FOLDERS}
+
+
+def test_the_readme_is_short_and_names_every_folder():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert text.count("\n") <= MAX_README_LINES
+    assert [folder for folder in house_table.FOLDERS if f"{folder.split('/')[0]}/" not in text] == []
+
+
+def test_links_between_documents_lead_somewhere():
+    for path in project_files("*.md"):
+        for target in re.findall(r"\]\(([^)#:]+)\)", (ROOT / path).read_text(encoding="utf-8")):
+            assert ((ROOT / path).parent / target).exists(), f"{path} links to {target}"
+
+
+def test_the_python_example_of_the_usage_page_runs(capsys):
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "usage.md").read_text(encoding="utf-8"), re.DOTALL)
+    engine = next(block for block in blocks if "load_model" in block)
+    names = {}
+    exec(engine.replace('"models/tiny"', repr(str(ROOT / "models" / "tiny"))), names)
+    assert [len(ids) for ids in names["sequences"]] == [3 + 32] * 4
