@@ -45,8 +45,8 @@ FOLDERS = {  # product folders in the order of imports, lowest first; then what 
 HEAD = """\
 # The house
 
-Made by `python dev/house_table.py` from the first sentence of each file; [glossary.md](glossary.md) explains the words. Imports
-go one way: a product folder uses those above it in this list, never those below.
+Made by `python dev/house_table.py` from the first sentence of each file; [glossary.md](glossary.md) explains the words.
+Imports go one way: a product folder uses those above it in this list, never those below.
 """
 
 
