@@ -124,7 +124,7 @@ def run(folder, prompt):
     loaded = load_model(settings)
     model, native = loaded.model, dispatch.candidates[0]
     print(f"{Path(folder).name} | {loaded.kernels} | {loaded.plan.num_slots} slots\n")
-    memory = Arena(READ_BYTES).take(READ_BYTES).fill_(1)
+    memory = Arena(READ_BYTES).allocate(READ_BYTES).fill_(1)
 
     def read():
         return READ_BYTES / statistics.median(repeat(lambda: native.read_memory(memory), 0.5)) / 1e9

@@ -277,7 +277,7 @@ def summarise(run, costs, peaks, drive, single=None):
 def count_parameters(loaded):
     """-> {format: parameters} of everything that is loaded, routed experts and all."""
     counts = Counter()
-    for stored in loaded.resident.stored.values():
+    for stored in loaded.dense.stored.values():
         if isinstance(stored, StoredWeight):
             counts[str(stored.format)] += stored.rows * stored.columns
         else:

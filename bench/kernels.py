@@ -23,7 +23,7 @@ from kernels.dispatch import open_library
 from kernels.formats import FORMATS, FP8
 from kernels.quantize import quantize_fp8, quantize_rows
 from kernels.weight import view_weight
-from machine.arena import Arena, line_end
+from machine.arena import Arena, align_to_line
 from machine.threads import num_threads
 from settings import Settings
 
@@ -45,7 +45,7 @@ class KernelBench:
         self.native.set_threads(threads)
         torch.set_num_threads(threads)
         self.clock = time.thread_time if threads == 1 else time.perf_counter
-        self.memory = Arena(READ_BYTES).take(READ_BYTES).fill_(1)
+        self.memory = Arena(READ_BYTES).allocate(READ_BYTES).fill_(1)
         self.reads = []
 
     def seconds(self, work):
@@ -92,11 +92,11 @@ def make_weights(name, rows, columns):
     """Matrices of one format, random, with 16-bit scales, that together are far larger than the caches."""
     fmt, matrix = FORMATS[name], torch.randn(rows, columns) * 0.02
     scale_dtype = torch.float16 if fmt.is_integer else torch.float32
-    size = line_end(fmt.num_bytes(rows, columns, scale_dtype.itemsize))
+    size = align_to_line(fmt.num_bytes(rows, columns, scale_dtype.itemsize))
     data_at = fmt.num_bytes(rows, columns, scale_dtype.itemsize) - rows * fmt.row_bytes(columns)
     arena, weights = Arena(BUFFER_BYTES), []
-    while arena.taken + size <= BUFFER_BYTES:
-        weight = view_weight(arena.take(size), fmt, rows, columns, data_at, 0, scale_dtype)
+    while arena.used + size <= BUFFER_BYTES:
+        weight = view_weight(arena.allocate(size), fmt, rows, columns, data_at, 0, scale_dtype)
         if weights:
             weight.data.copy_(weights[0].data)
             if fmt.has_scales:

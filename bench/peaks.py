@@ -104,7 +104,7 @@ def best_seconds(work):
 
 def measure_bandwidth(threads):
     """-> (bytes/s of a plain read of memory, in words how)."""
-    memory = Arena(READ_BYTES).take(READ_BYTES).fill_(1)
+    memory = Arena(READ_BYTES).allocate(READ_BYTES).fill_(1)
     if dispatch.candidates:
         work, how = lambda: dispatch.candidates[0].read_memory(memory), "plain read by the C kernels"
     else:

@@ -47,7 +47,7 @@ from generate.draft_length import DraftLength
 from generate.sampler import Sampler, uniform
 from load.model import load_model
 from settings import EMBEDDED_SNAPSHOT, Settings
-from snapshot.config import read_config, read_json
+from snapshot.config import read_config, read_json_object
 from text.prompt import PromptPrefix, shared_prefix_length
 from text.tokenizer import TextTokenizer
 
@@ -268,7 +268,7 @@ def run_arm(folder, cap, depth, jobs, chance=0.0, missing=0.0):
 
 def run_table(model, folder, regime, jobs, chances):
     """All arms of a regime -> rows. DRAFT=0 is run once for all chances. Differs if two arms give other tokens."""
-    cap = max(1, REGIMES[regime](read_json(folder / "config.json")["n_routed_experts"]))
+    cap = max(1, REGIMES[regime](read_json_object(folder / "config.json")["n_routed_experts"]))
     plain, ids, missing = run_arm(folder, cap, "0", jobs)
     rows = []
     for chance in chances:
@@ -345,7 +345,7 @@ def tiny_jobs(num_tokens):
 
 def small_jobs(folder, num_tokens):
     """Consecutive parts of its text."""
-    ids, size = read_json(folder / "ref_glm.json")["full_ids"], SMALL_PROMPT + num_tokens
+    ids, size = read_json_object(folder / "ref_glm.json")["full_ids"], SMALL_PROMPT + num_tokens
     texts = [ids[i * size : (i + 1) * size] for i in range(1 + NUM_SMALL_TEXTS)]
     return [(text[:SMALL_PROMPT], num_tokens, text) for text in texts]
 

@@ -63,9 +63,9 @@ from experts.route_trace import read_trace
 from machine.arena import Arena
 from machine.memory import cgroup_folders
 from settings import EMBEDDED_SNAPSHOT, VARIABLES, Settings
-from snapshot.config import read_config, read_json
+from snapshot.config import read_config, read_json_object
 from snapshot.index import read_index
-from snapshot.reader import Reader
+from snapshot.reader import FileReader
 
 ROOT = Path(__file__).resolve().parents[1]
 ARMS = {
@@ -148,7 +148,7 @@ class PlainReads:
 
     def __init__(self, folder):
         config, family = read_config(folder)
-        index, self.reader = read_index(folder), Reader()
+        index, self.reader = read_index(folder), FileReader()
         self.disk = ExpertDisk(config, family, index, self.reader)
         self.places = list(self.disk.places.values())
         if not self.places:
@@ -199,7 +199,7 @@ def run_colibri(group, variables):
     if process.returncode:
         last = (process.stderr.strip().splitlines() or ["it said nothing"])[-1]
         raise Refused(f"a run ended with code {process.returncode}: {last}")
-    return read_json(Path(variables["REPORT"]))
+    return read_json_object(Path(variables["REPORT"]))
 
 
 class StreamingBench:
@@ -217,7 +217,7 @@ class StreamingBench:
     def ids(self, count):
         """The snapshot's own where it has as many, else random ones."""
         path = self.folder / "ref_glm.json"
-        own = read_json(path).get("full_ids", []) if path.exists() else []
+        own = read_json_object(path).get("full_ids", []) if path.exists() else []
         vocab_size = self.plain.disk.config.vocab_size
         return own[:count] if len(own) >= count else random.Random(1).choices(range(vocab_size), k=count)
 

@@ -231,7 +231,7 @@ def cut_at(text, until):
 def first_token(tokenizer, opened):
     """What stands for an empty context where the family has no prefix: the declared bos_token, or else eos_token."""
     for key in ("bos_token", "eos_token"):
-        declared = tokenizer.extra.get(key)
+        declared = tokenizer.tokenizer_config.get(key)
         declared = declared.get("content") if isinstance(declared, dict) else declared
         if isinstance(declared, str) and (ids := tokenizer.find_ids([declared])):
             return ids

@@ -47,7 +47,7 @@ from scripts.convert import compare, convert
 from settings import EMBEDDED_SNAPSHOT, Settings
 from snapshot.config import read_config
 from snapshot.index import read_index
-from snapshot.reader import Reader
+from snapshot.reader import FileReader
 from text.tokenizer import TextTokenizer
 
 BASE = f"int4-g{GROUP}"  # what the cost of rounded activations is held against
@@ -104,7 +104,7 @@ def make_container(folder, options, out, plain=False):
     converter has no option for them.
     """
     out.mkdir(exist_ok=True)
-    conversion, reader = Conversion(folder, options), Reader()
+    conversion, reader = Conversion(folder, options), FileReader()
     try:
         items = [item for groups in conversion.shards.values() for group in groups for item in group.items]
         matrices = [item for item in items if isinstance(item, ConvertedMatrix)]

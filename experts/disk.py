@@ -15,9 +15,9 @@ import torch
 from experts.drive import Drive, DriveSet, check_mirror
 from kernels.formats import SCALE_DTYPES, WeightFormat
 from kernels.weight import RowSelection
-from snapshot.formats import find_weight
-from snapshot.fused import find_fused
-from snapshot.reader import PAGE, page_end
+from snapshot.formats import find_stored_weight
+from snapshot.fused import find_fused_experts
+from snapshot.reader import PAGE, align_to_page
 
 MATRICES = ("gate", "up", "down")
 
@@ -75,7 +75,7 @@ class ExpertDisk:
         self.config, self.family, self.index, self.reader = config, family, index, reader
         self.drives = DriveSet([Drive(index.folder, reader)])
         self.layers = layers = config.sparse_layers if layers is None else layers
-        self.fused = {layer: find_fused(config, family, index, layer) for layer in layers}
+        self.fused = {layer: find_fused_experts(config, family, index, layer) for layer in layers}
         self.places = {}
         # layer -> bytes that hold any expert of it as stored
         self.expert_bytes = dict.fromkeys(layers, 0)
@@ -89,7 +89,7 @@ class ExpertDisk:
         if self.fused[layer]:
             return self.fused[layer](expert)
         table = self.family.expert_tensors(self.config, layer, expert)
-        return [find_weight(self.index, *table[word]) for word in MATRICES]
+        return [find_stored_weight(self.index, *table[word]) for word in MATRICES]
 
     def packs(self, bits):
         """Whether any expert is packed at load when `bits` are asked for."""
@@ -140,7 +140,7 @@ def lay_out(matrices):
         else:
             # Where the file puts numbers across their own size, memory cannot do as the file does.
             is_congruent = entry.offset % entry.item_bytes == 0
-            end = page_end(end) + (entry.offset % PAGE if is_congruent else 0)
+            end = align_to_page(end) + (entry.offset % PAGE if is_congruent else 0)
             runs.append(ByteRange(entry.path, entry.offset, entry.num_bytes, end, is_congruent))
         at[entry.path, entry.offset] = end
         end += entry.num_bytes
@@ -152,4 +152,4 @@ def lay_out(matrices):
         data_at = at[data.path, data.offset]
         return MatrixLayout(stored.format, stored.rows, stored.columns, data_at, scales_at, scale_dtype, stored.within)
 
-    return ExpertLayout(tuple(runs), tuple(map(piece_of, matrices)), page_end(end))
+    return ExpertLayout(tuple(runs), tuple(map(piece_of, matrices)), align_to_page(end))

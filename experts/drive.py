@@ -17,7 +17,7 @@ from functools import cache
 
 from errors import Refused
 from machine.arena import Arena
-from snapshot.reader import PAGE, open_file, page_end
+from snapshot.reader import PAGE, align_to_page, open_file
 
 MODES = ("direct", "buffered")
 DEPTHS = (1, 2, 4, 8)  # reads in flight
@@ -85,7 +85,7 @@ class Drive:
             path = self.path_of(run.path)
             if is_direct and run.is_congruent:
                 before = run.offset % PAGE
-                pages = buffer[run.at - before : page_end(run.at + run.num_bytes)]
+                pages = buffer[run.at - before : align_to_page(run.at + run.num_bytes)]
                 self.reader.read_direct(path, run.offset - before, pages, before + run.num_bytes, what)
             else:
                 self.reader.read_into(path, run.offset, buffer[run.at : run.at + run.num_bytes], what)
@@ -94,11 +94,11 @@ class Drive:
         """Drop an expert from the page cache. Not done after each read: it costs half as much as reading, the kernel
         gives such pages back first when memory is short, and until then they are a second cache."""
         for run in place.runs:
-            self.reader.forget(self.path_of(run.path), run.offset, run.num_bytes)
+            self.reader.drop_cached(self.path_of(run.path), run.offset, run.num_bytes)
 
     def takes_direct(self, place):
         """Whether an expert can be read directly, as far as is known."""
-        return any(run.is_congruent and self.reader.takes_direct(self.path_of(run.path)) for run in place.runs)
+        return any(run.is_congruent and self.reader.can_read_direct(self.path_of(run.path)) for run in place.runs)
 
 
 def is_page_aligned(buffer):

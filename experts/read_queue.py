@@ -1,4 +1,4 @@
-"""Reader threads: what is asked for is read in that order, several at a time, while the asker goes on.
+"""FileReader threads: what is asked for is read in that order, several at a time, while the asker goes on.
 
 `fill(read)` does the work of one read. Threads start with the first reads and end with `close`. What is needed now goes
 before what may be needed later, and the latter never takes all threads. Two clocks run: how long at least one read was

@@ -82,7 +82,7 @@ class ExpertSlotPool:
 
     def give_back(self, slot):
         """A slot's memory goes to the system, until `take_back`."""
-        self.arena.give_back(*slot)
+        self.arena.release(*slot)
         self.given_back.append(slot)
 
     def take_back(self):

@@ -25,7 +25,7 @@ from errors import Refused, shorten, show
 from experts.policy import STEADY
 from experts.route_trace import is_list_of_counts
 from machine.files import save_text
-from snapshot.config import parse_json
+from snapshot.config import parse_json_object
 from snapshot.reader import open_file, read_file
 
 VERSION = 1
@@ -99,11 +99,11 @@ class UsageHistory:
 def identify(opened):
     """What makes it this model, wherever it lies, as 16 hex digits: config.json, names and sizes of the files with
     tensors, and the beginning of its first router. Fine-tunes of one model differ in the last alone."""
-    resident, sizes = opened.resident, file_sizes(opened.resident)
+    dense, sizes = opened.dense, file_sizes(opened.dense)
     parts = [read_file(opened.folder / "config.json"), json.dumps(sorted(sizes.items())).encode()]
     for layer in opened.config.sparse_layers[:1]:
-        name, _ = resident.layer_tables(layer)["router"]["router"]
-        entry = resident.stored[name]
+        name, _ = dense.layer_tables(layer)["router"]["router"]
+        entry = dense.stored[name]
         parts.append(bytearray(min(entry.num_bytes, ROUTER_BYTES)))
         opened.reader.read_into(entry.path, entry.offset, memoryview(parts[-1]), f"tensor {name}")
     digest = hashlib.sha256()
@@ -112,10 +112,10 @@ def identify(opened):
     return digest.hexdigest()[:16]
 
 
-def file_sizes(resident):
+def file_sizes(dense):
     """{name of a file with tensors: where the last of them ends}."""
     sizes = {}
-    for entry in resident.index.entries.values():
+    for entry in dense.index.entries.values():
         name = entry.path.name
         sizes[name] = max(sizes.get(name, 0), entry.offset + entry.num_bytes)
     return sizes
@@ -140,7 +140,7 @@ def parse(path, data, layers, num_experts):
     """The bytes of a history -> (tokens, {(layer, expert): uses}). Refused, naming what is wrong first."""
     if len(data) > MAX_FILE_BYTES:
         raise Refused(f"{path}: is larger than any history")
-    raw = parse_json(data, f"{path}:")
+    raw = parse_json_object(data, f"{path}:")
     expected = header(layers, num_experts)
     is_ours = is_list_of_counts(raw.get("layers")) and all(raw.get(name) == expected[name] for name in expected)
     # 1.0 and true equal 1 too, but are not what we write.

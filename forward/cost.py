@@ -32,7 +32,7 @@ def scratch_bytes(config, chunk_rows, capacity, is_native=False):
     index_width = c.index_num_heads * c.index_head_dim
     hidden = 5 * c.hidden_size  # residual, normed, output, and their sums
     widest = max(c.intermediate_size, c.moe_intermediate_size * max(1, c.num_shared_experts))
-    moe = (6 if c.gate_limit else 3) * widest + 3 * c.hidden_size
+    moe = (6 if c.swiglu_limit else 3) * widest + 3 * c.hidden_size
     selection = 8 * rows * min(c.index_topk, capacity)
     logits = 6 * c.vocab_size * LOGIT_ROWS + 16 * c.vocab_size  # float32, a mask and a bit; one row in float64
     if is_native:
@@ -40,7 +40,7 @@ def scratch_bytes(config, chunk_rows, capacity, is_native=False):
         assignments = min(OUTPUT_BYTES, 4 * rows * c.num_active_experts * c.hidden_size)
         # Rows gathered for their experts, what comes out, and between them the two halves of the hidden layer.
         experts = assignments * (2 * c.hidden_size + 2 * c.moe_intermediate_size) // c.hidden_size
-        widened = min(3 * DEQUANTIZE_BYTES, 12 * c.hidden_size * c.moe_intermediate_size) if c.gate_limit else 0
+        widened = min(3 * DEQUANTIZE_BYTES, 12 * c.hidden_size * c.moe_intermediate_size) if c.swiglu_limit else 0
         return 4 * rows * (hidden + max(attention, moe)) + experts + selection + logits + row_scores + widened
     keys = 3 * c.num_heads * c.kv_lora_rank if is_mla else 2 * sum(c.kv_widths)
     attention = 2 * q_width + keys + 2 * index_width + v_width
@@ -62,7 +62,7 @@ def scratch_bytes(config, chunk_rows, capacity, is_native=False):
 
 def full_layers(config, has_indexer=True):
     """How many layers run an indexer; none where the snapshot has none."""
-    return sum(map(config.layer_is_full, range(config.num_layers))) if has_indexer else 0
+    return sum(map(config.has_own_indexer, range(config.num_layers))) if has_indexer else 0
 
 
 def attention_weights(config):
@@ -103,7 +103,7 @@ def has_choice(config, has_indexer=True):
 
 def most_seen(config, layer, has_indexer=True):
     """How many positions a row of a layer sees at most; None: all there are."""
-    return (config.index_topk if has_choice(config, has_indexer) else config.window(layer)) or None
+    return (config.index_topk if has_choice(config, has_indexer) else config.sliding_window(layer)) or None
 
 
 def seen(config, context, has_indexer=True):

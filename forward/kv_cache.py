@@ -157,4 +157,4 @@ def kv_dtype(config: ModelConfig) -> torch.dtype:
 
 def index_layers(config: ModelConfig) -> list[int]:
     """The layers that run an indexer, the MTP layer (number num_layers) included."""
-    return [layer for layer in range(config.num_layers + 1) if config.layer_is_full(layer)]
+    return [layer for layer in range(config.num_layers + 1) if config.has_own_indexer(layer)]

@@ -56,7 +56,7 @@ def gates_of(config, biases, experts):
     if biases is None:
         return None
     parts = biases.gate[experts], biases.up[experts], biases.down[experts]
-    return ClampedSwiGlu(*parts, config.gate_limit, config.gate_alpha)
+    return ClampedSwiGlu(*parts, config.swiglu_limit, config.swiglu_alpha)
 
 
 def compute(outputs, x, matrices, indices, starts, rows, base, gates):

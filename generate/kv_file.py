@@ -27,7 +27,7 @@ from errors import Refused, shorten
 from experts.usage import file_sizes, identify
 from kernels.dispatch import all_finite
 from machine.files import atomic_write
-from snapshot.config import parse_json
+from snapshot.config import parse_json_object
 from snapshot.reader import open_file, read_file
 from text.prompt import shared_prefix_length
 
@@ -58,7 +58,7 @@ class KvFileStore:
     def __init__(self, loaded, cache, say):
         config = loaded.config
         self.config, self.context, self.say = config, loaded.context, say
-        self.num_index = sum(map(config.layer_is_full, range(config.num_layers))) if loaded.resident.has_indexer else 0
+        self.num_index = sum(map(config.has_own_indexer, range(config.num_layers))) if loaded.dense.has_indexer else 0
         self.row_bytes = 4 * (config.num_layers * sum(config.kv_widths) + self.num_index * config.index_head_dim)
         shapes, weights = identify_weights(loaded)
         self.folder, self.weights = cache / "conversations" / shapes, weights
@@ -117,7 +117,7 @@ class KvFileStore:
         """Refused unless the first line of a file is what we would write."""
         if not line.endswith(b"\n"):
             raise Refused(f"{path.name} is cut off or damaged")
-        found = parse_json(line, f"{path.name}:")
+        found = parse_json_object(line, f"{path.name}:")
         expected = self.header | {"name": name}
         for key in expected.keys() | found.keys():
             if json.dumps(found.get(key)) != json.dumps(expected.get(key)):
@@ -275,8 +275,8 @@ def identify_weights(opened):
     The second has the times at which the files were written: a file copied anew is refused rather than other weights
     taken for the same.
     """
-    sizes = file_sizes(opened.resident)
+    sizes = file_sizes(opened.dense)
     shapes = digest_of(read_file(opened.folder / "config.json"), json.dumps(sorted(sizes.items())).encode())
-    paths = {entry.path for entry in opened.resident.index.entries.values()}
+    paths = {entry.path for entry in opened.dense.index.entries.values()}
     times = sorted((path.name, path.stat().st_mtime_ns) for path in paths)
     return shapes, digest_of(identify(opened).encode(), json.dumps(times).encode())

@@ -19,7 +19,7 @@ from machine.threads import num_threads
 from snapshot.config import ModelConfig, read_config
 from snapshot.dense import DenseTensors
 from snapshot.index import read_index
-from snapshot.reader import Reader
+from snapshot.reader import FileReader
 
 DEFAULT_CONTEXT = 4096
 TOKENIZER_FACTOR = 20
@@ -31,9 +31,9 @@ class OpenedSnapshot:
 
     folder: Path
     config: ModelConfig
-    resident: DenseTensors
+    dense: DenseTensors
     disk: ExpertDisk
-    reader: Reader
+    reader: FileReader
     plan: MemoryPlan
     notices: tuple[str, ...]  # one line each, for stderr
     lossy: tuple[str, ...]  # what makes the answers differ from the snapshot's own, in words
@@ -77,23 +77,23 @@ def open_snapshot(settings, kv_slots=1):
     num_active = config.num_active_experts
     config = replace(reduce_experts(settings, config), kv_dtype=settings.kv_dtype)
     index = read_index(folder)
-    reader = Reader()
-    resident = DenseTensors(config, family, index, with_mtp=settings.drafts)
-    disk = ExpertDisk(config, family, index, reader, (*config.sparse_layers, *resident.mtp_layers))
+    reader = FileReader()
+    dense = DenseTensors(config, family, index, with_mtp=settings.drafts)
+    disk = ExpertDisk(config, family, index, reader, (*config.sparse_layers, *dense.mtp_layers))
     if settings.snap_mirror:
         disk.add_mirror(Path(settings.snap_mirror))
-    index.check_rest(family.layer_prefix(config.num_layers))
+    index.check_unused_files(family.layer_prefix(config.num_layers))
     context = settings.ctx or min(DEFAULT_CONTEXT, config.max_positions)
-    plan = make_plan(config, resident, disk, settings, context, tokenizer_bytes(folder), kv_slots)
-    lossy = list_lossy(settings, num_active, resident, disk)
+    plan = make_plan(config, dense, disk, settings, context, tokenizer_bytes(folder), kv_slots)
+    lossy = list_lossy(settings, num_active, dense, disk)
     notices = (
         *(f"[lossy] {line}" for line in lossy),
-        *describe_formats(settings, resident, disk),
-        *list_notices(settings, config, resident, plan),
+        *describe_formats(settings, dense, disk),
+        *list_notices(settings, config, dense, plan),
     )
     resources = ExitStack()
     resources.callback(reader.close)
-    return OpenedSnapshot(folder, config, resident, disk, reader, plan, notices, lossy, resources)
+    return OpenedSnapshot(folder, config, dense, disk, reader, plan, notices, lossy, resources)
 
 
 def tokenizer_bytes(folder):
@@ -103,14 +103,14 @@ def tokenizer_bytes(folder):
 
 
 def load_model(settings, opened=None):
-    """An opened snapshot (by default settings.snap) -> Loaded: read the resident weights, set up the expert cache."""
+    """An opened snapshot (by default settings.snap) -> Loaded: read the dense weights, set up the expert cache."""
     opened = opened or open_snapshot(settings)
     trace = open_trace(settings.route_trace, opened) if settings.route_trace else None
     kernels = dispatch.start(settings.kernels, settings.cache / "kernels", settings.threads or num_threads())
     # Before anything is loaded: measuring takes memory for eight experts.
     free_bytes = (available_bytes() or 0) - opened.plan.need_bytes
     drive = set_up_drives(opened.disk, settings.read_mode, settings.cache, free_bytes)
-    # Its slots are made ready while the drive is busy with the resident weights.
+    # Its slots are made ready while the drive is busy with the dense weights.
     experts = ExpertCache(
         opened.config,
         opened.disk,
@@ -123,7 +123,7 @@ def load_model(settings, opened=None):
         MemoryGuard(opened.plan.budget_bytes),
     )
     opened.resources.callback(experts.close)
-    weights = opened.resident.load(opened.reader, settings.dense_bits, settings.exact)
+    weights = opened.dense.load(opened.reader, settings.dense_bits, settings.exact)
     model = Model(opened.config, weights, experts, opened.plan.prefill_chunk, trace=trace)
     usage = history = None
     if settings.usage and settings.expert_tier == "full" and opened.config.sparse_layers:
@@ -152,9 +152,9 @@ def reduce_experts(settings, config):
     return replace(config, num_active_experts=num_active, expert_mass=settings.topp if settings.topp < 1 else 0.0)
 
 
-def list_lossy(settings, num_active, resident, disk):
+def list_lossy(settings, num_active, dense, disk):
     """What the user asked for that changes answers, in words; `num_active` experts a token are the model's own."""
-    packs_dense = any(resident.packs(stored, settings.dense_bits) for stored in resident.matrices)
+    packs_dense = any(dense.packs(stored, settings.dense_bits) for stored in dense.matrices)
     lossy = [
         f"{what} weights are quantized to {bits} bits at load, groups of {GROUP} columns"
         for what, bits, packs in (
@@ -172,50 +172,50 @@ def list_lossy(settings, num_active, resident, disk):
     return tuple(lossy)
 
 
-def describe_formats(settings, resident, disk):
+def describe_formats(settings, dense, disk):
     """In what formats the weights lie, and which arguments do nothing because of that."""
-    ends = {"embedding": resident.embed_name, "head": resident.head_name}
-    others = {*ends.values(), *resident.mtp_names}
-    dense = dict.fromkeys(stored.format for stored in resident.matrices if stored.name not in others)
-    layers = resident.config.sparse_layers
-    parts = {"experts": disk.formats(layers), "dense": dense}
-    parts |= {what: [resident.stored[name].format] for what, name in ends.items()}
-    mtp = [stored.format for stored in resident.matrices if stored.name in resident.mtp_names]
-    parts["MTP layer"] = dict.fromkeys([*mtp, *disk.formats(resident.mtp_layers)])
+    ends = {"embedding": dense.embed_name, "head": dense.head_name}
+    others = {*ends.values(), *dense.mtp_names}
+    dense_formats = dict.fromkeys(stored.format for stored in dense.matrices if stored.name not in others)
+    layers = dense.config.sparse_layers
+    parts = {"experts": disk.formats(layers), "dense": dense_formats}
+    parts |= {what: [dense.stored[name].format] for what, name in ends.items()}
+    mtp = [stored.format for stored in dense.matrices if stored.name in dense.mtp_names]
+    parts["MTP layer"] = dict.fromkeys([*mtp, *disk.formats(dense.mtp_layers)])
     words = " | ".join(f"{what} {', '.join(map(str, formats))}" for what, formats in parts.items() if formats)
     if any(fmt.is_integer for formats in parts.values() for fmt in formats):
         words += " | activations " + ("float32 (EXACT=1)" if settings.exact else f"8 bits in groups of {GROUP}")
     yield f"[format] {words}"
     for name, bits, formats in (
         ("expert_bits", settings.expert_bits, disk.formats(layers)),
-        ("dense_bits", settings.dense_bits, dense),
+        ("dense_bits", settings.dense_bits, dense_formats),
     ):
         kept = [str(fmt) for fmt in formats if fmt.is_packed]
         if bits < 16 and kept:
             yield f"[format] {name} {bits} changes nothing where the weights are stored as {', '.join(kept)}"
 
 
-def mtp_notices(resident):
+def mtp_notices(dense):
     """Why the MTP layer does not draft, or will not draft well."""
-    if resident.mtp_problem:
-        return [f"[MTP] speculation with it is off: {resident.mtp_problem}"]
-    names = {name for name, _ in resident.layer_tables(resident.config.num_layers)["mtp"].values()}
-    formats = {str(stored.format) for stored in resident.matrices if stored.name in names}
+    if dense.mtp_problem:
+        return [f"[MTP] speculation with it is off: {dense.mtp_problem}"]
+    names = {name for name, _ in dense.layer_tables(dense.config.num_layers)["mtp"].values()}
+    formats = {str(stored.format) for stored in dense.matrices if stored.name in names}
     if "int4-row" in formats:
         return ["[MTP] its input is stored in int4 with one scale a row: such a head drafts badly"]
     return []
 
 
-def list_notices(settings, config, resident, plan):
+def list_notices(settings, config, dense, plan):
     """What is never silent: each thing that makes this run differ from the plain one, in a line."""
     notices = []
-    if config.indexer_types and not resident.has_indexer:
+    if config.indexer_types and not dense.has_indexer:
         notices.append(
             f"[DSA] the snapshot holds no indexer: attention is dense, and answers differ from the reference beyond "
             f"{config.index_topk} positions"
         )
     if config.num_mtp_layers and settings.drafts:
-        notices += mtp_notices(resident)
+        notices += mtp_notices(dense)
     if plan.num_slots == plan.num_sparse_layers and config.num_experts > 1 and config.sparse_layers:
         notices.append(
             "[cache] one slot per layer: every expert of every token is read from disk, expect it to be slow"

@@ -110,7 +110,7 @@ def packing_bytes(config, disk):
     return disk.max_expert_bytes + 4 * min(ROWS_BYTES, 4 * config.hidden_size * config.moe_intermediate_size)
 
 
-def make_plan(config, resident, disk, settings, context, tokenizer_bytes=0, kv_slots=1):
+def make_plan(config, dense, disk, settings, context, tokenizer_bytes=0, kv_slots=1):
     """ResidentTensors and ExpertDisk of an opened snapshot -> Plan; `context` in positions, for each of kv_slots KV
     states. Refused if it does not fit.
 
@@ -129,7 +129,7 @@ def make_plan(config, resident, disk, settings, context, tokenizer_bytes=0, kv_s
             budget_bytes=budget,
             budget_source=source,
             process_bytes=-(-rss_bytes() // PROCESS_STEP) * PROCESS_STEP + tokenizer_bytes,
-            resident_bytes=resident.num_bytes(settings.dense_bits),
+            resident_bytes=dense.num_bytes(settings.dense_bits),
             kv_bytes=kv_slots * kv_cache_bytes(config, context),
             scratch_bytes=scratch_bytes(config, chunk, context, is_native) + packing,
             slots=slots,

@@ -28,12 +28,12 @@ class Arena:
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self.memory.madvise(mmap.MADV_HUGEPAGE)
         self.bytes = torch.frombuffer(self.memory, dtype=torch.uint8)
-        self.taken = 0
+        self.used = 0
 
-    def take(self, num_bytes):
+    def allocate(self, num_bytes):
         """The next `num_bytes` as a uint8 tensor that begins on a cache line."""
-        start = self.taken
-        self.taken = line_end(start + num_bytes)
+        start = self.used
+        self.used = align_to_line(start + num_bytes)
         return self.bytes[start : start + num_bytes]
 
     def populate(self, start, stop):
@@ -42,12 +42,12 @@ class Arena:
         address = ctypes.c_void_p(self.bytes.data_ptr() + start)
         return libc().madvise(address, ctypes.c_size_t(stop - start), MADV_POPULATE_WRITE) == 0
 
-    def give_back(self, start, stop):
+    def release(self, start, stop):
         """Memory of whole pages that is not needed for a while: it is lost, and zeros when written to again."""
         if hasattr(mmap, "MADV_DONTNEED"):
             self.memory.madvise(mmap.MADV_DONTNEED, start, stop - start)
 
 
-def line_end(num_bytes):
+def align_to_line(num_bytes):
     """Rounded up to whole cache lines."""
     return -(-num_bytes // LINE) * LINE

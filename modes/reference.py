@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from errors import Refused
-from snapshot.config import read_json
+from snapshot.config import read_json_object
 
 
 def reference_path(settings):
@@ -16,7 +16,7 @@ def read_reference(settings, opened, *keys):
     path = reference_path(settings)
     if not path.exists():
         raise Refused(f"{path}: no such file; REF must name a reference (dev/make_reference.py makes one)")
-    raw, out = read_json(path), {}
+    raw, out = read_json_object(path), {}
     vocab_size = opened.config.vocab_size
     for key in keys:
         ids = raw.get(key)

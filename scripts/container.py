@@ -17,7 +17,7 @@ from experts.disk import PAGE
 from kernels.formats import MXFP4
 from machine.files import atomic_write
 from snapshot.formats import SCALES
-from snapshot.index import ITEM_BYTES, STAMP
+from snapshot.index import FORMATS_KEY, ITEM_BYTES
 
 PADDING = "padding."  # begins the names of tensors that fill a page
 CHECKSUM = "colibri.sha256"  # metadata: of all that follows the header
@@ -81,7 +81,7 @@ def shard_bytes(path, groups, formats, source=""):
 
 
 def make_metadata(formats, source):
-    return {"format": "pt", STAMP: json.dumps(formats), SOURCE: source, CHECKSUM: UNKNOWN}
+    return {"format": "pt", FORMATS_KEY: json.dumps(formats), SOURCE: source, CHECKSUM: UNKNOWN}
 
 
 def shard_header(path, groups, formats, source=""):

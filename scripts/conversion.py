@@ -12,10 +12,10 @@ from kernels.formats import DTYPES, FORMATS, MXFP4, WeightFormat
 from kernels.quantize import SEARCH_STEPS, quantize, row_blocks
 from scripts.container import PADDING, ContainerTensor, part_of, shard_bytes, shard_header, weight_parts
 from snapshot.config import read_config
-from snapshot.dense import DenseTensors, read_bytes, read_weight
-from snapshot.formats import FP8_SCALES, SCALES, StoredWeight, find_weight
+from snapshot.dense import DenseTensors, read_entry_bytes, read_stored_weight
+from snapshot.formats import FP8_SCALES, SCALES, StoredWeight, find_stored_weight
 from snapshot.index import TensorEntry, read_index
-from snapshot.reader import Reader
+from snapshot.reader import FileReader
 
 INDEXER_BITS = 8  # at least: its scores decide which positions a row sees at all
 MIN_F16_SCALE = 2.0**-20  # of the largest of a matrix: below it F16 has no more than four bits left
@@ -71,16 +71,16 @@ class ConvertedMatrix:
         """The bytes of `parts`: read and quantized a block of rows at a time."""
         stored, fmt = self.stored, self.target
         if fmt is None and stored.within:
-            weight = read_weight(reader, stored)
+            weight = read_stored_weight(reader, stored)
             parts = [part for part in (weight.scales, weight.data) if part is not None]
             return [part.contiguous().view(torch.uint8).flatten() for part in parts]
         if fmt is None:
-            return [read_bytes(reader, entry) for entry in reversed(stored.entries)]
+            return [read_entry_bytes(reader, entry) for entry in reversed(stored.entries)]
         data = torch.empty(stored.rows, fmt.row_bytes(stored.columns), dtype=torch.uint8)
         scales = torch.empty(fmt.scale_shape(stored.rows, stored.columns), dtype=DTYPES[self.scale_dtype])
         largest = 0.0
         for start, stop in row_blocks(stored.rows, stored.columns):
-            matrix = read_weight(reader, stored.part(start, stop)).dequantize()
+            matrix = read_stored_weight(reader, stored.slice_rows(start, stop)).dequantize()
             if not matrix.isfinite().all():
                 raise Refused(f"{stored.data.path}: tensor {stored.name} holds a NaN or infinity; download it again")
             largest = max(largest, matrix.abs().max().item())
@@ -101,7 +101,7 @@ class CopiedTensor:
         return [ContainerTensor(self.entry.name, self.entry.dtype, self.entry.shape, self.entry.num_bytes)]
 
     def tensors(self, reader):
-        return [read_bytes(reader, self.entry)]
+        return [read_entry_bytes(reader, self.entry)]
 
 
 class TensorGroup:
@@ -124,17 +124,17 @@ class Conversion:
     """All files of the container that a snapshot becomes. Refused for a snapshot that the engine would refuse."""
 
     def __init__(self, folder, options):
-        self.folder, self.options, self.reader = folder, options, Reader()
+        self.folder, self.options, self.reader = folder, options, FileReader()
         self.config, self.family = read_config(folder)
         self.index = index = read_index(folder)
-        self.resident = DenseTensors(self.config, self.family, index)
+        self.dense = DenseTensors(self.config, self.family, index)
         self.mtp_layer = self.config.num_layers
         mtp_prefix = self.family.layer_prefix(self.mtp_layer)
         has_mtp = bool(options.mtp) and index.has_layer(mtp_prefix)
         layers = (*self.config.sparse_layers, *([self.mtp_layer] if has_mtp else []))
         try:
             self.disk = ExpertDisk(self.config, self.family, index, self.reader, layers)
-            index.check_rest(mtp_prefix)
+            index.check_unused_files(mtp_prefix)
             top = list(self.table_groups(self.family.model_tensors(self.config), "embeddings"))
             shards = [top, *(self.layer_groups(layer) for layer in range(self.mtp_layer + has_mtp))]
         except Refused as error:
@@ -143,7 +143,7 @@ class Conversion:
                 raise
             joint = " Or" if str(error).endswith("?") else "; or"
             raise Refused(f"{error}{joint} leave the MTP layer out with --mtp 0") from None
-        top += [TensorGroup(CopiedTensor(index.take(name))) for name in self.unknown_names(shards, mtp_prefix)]
+        top += [TensorGroup(CopiedTensor(index.find_entry(name))) for name in self.unknown_names(shards, mtp_prefix)]
         self.shards = {f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors": groups for i, groups in enumerate(shards)}
         # A name with bytes that are no text would make a header that no other program reads.
         self.source = f"{printable(folder.resolve().name)} {fingerprint(index, self.reader)}"
@@ -151,7 +151,7 @@ class Conversion:
     def layer_groups(self, layer):
         """One layer: each matrix, the vectors and the router together, then each expert."""
         groups = []
-        for part, table in self.resident.layer_tables(layer).items():
+        for part, table in self.dense.layer_tables(layer).items():
             role = "mtp" if layer == self.mtp_layer else "indexer" if part == "indexer" else "dense"
             groups += self.table_groups(table, None if part in ("router", "expert_biases") else role)
         if layer in self.disk.expert_bytes:
@@ -164,9 +164,9 @@ class Conversion:
         copies = []
         for name, shape in table.values():
             if role is None or len(shape) == 1:
-                copies.append(CopiedTensor(self.index.find(name, shape)))
+                copies.append(CopiedTensor(self.index.find_checked(name, shape)))
             else:
-                yield TensorGroup(self.matrix(name, role, find_weight(self.index, name, shape)))
+                yield TensorGroup(self.matrix(name, role, find_stored_weight(self.index, name, shape)))
         if copies:
             yield TensorGroup(*copies)
 

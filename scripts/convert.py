@@ -39,10 +39,10 @@ from kernels.quantize import quantize_with_scales, row_blocks
 from machine.files import PARTIAL, atomic_write
 from scripts.container import CHECKSUM, UNKNOWN, with_checksum_of, write_shard
 from scripts.conversion import Conversion, ConversionOptions, ConvertedMatrix
-from snapshot.dense import read_bytes, read_weight
-from snapshot.formats import find_weight
+from snapshot.dense import read_entry_bytes, read_stored_weight
+from snapshot.formats import find_stored_weight
 from snapshot.index import INDEX_FILE, read_header, read_index
-from snapshot.reader import Reader, open_file, read_file
+from snapshot.reader import FileReader, open_file, read_file
 
 COMPANIONS = (
     "config.json generation_config.json tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json "
@@ -190,7 +190,7 @@ def verify(conversion, out, num_threads):
     A copied tensor must be equal byte by byte. A quantized one must hold, for the scales it has, the codes that the
     source gives; its error is summed up by role.
     """
-    index, reader = read_index(out), Reader()
+    index, reader = read_index(out), FileReader()
     problems, errors = [], {}
     progress = ConversionProgress("verify", sum((out / file).stat().st_size for file in conversion.shards))
     try:
@@ -214,15 +214,15 @@ def compare(item, conversion, index, reader):
     """One matrix or copy, read from both -> (problem or None, role, sum of squared errors, sum of squares)."""
     if not isinstance(item, ConvertedMatrix) or item.target is None:
         for part, before in zip(item.parts, item.tensors(conversion.reader), strict=True):
-            after = read_bytes(reader, index.take(part.name))
+            after = read_entry_bytes(reader, index.find_entry(part.name))
             if not torch.equal(after, before):
                 return f"{part.name}: is not a copy of the source's", None, 0.0, 0.0
         return None, None, 0.0, 0.0
-    stored = find_weight(index, item.name, (item.stored.rows, item.stored.columns))
+    stored = find_stored_weight(index, item.name, (item.stored.rows, item.stored.columns))
     problem, error, power = None, 0.0, 0.0
     for start, stop in row_blocks(stored.rows, stored.columns):
-        source = read_weight(conversion.reader, item.stored.part(start, stop)).dequantize()
-        weight = read_weight(reader, stored.part(start, stop))
+        source = read_stored_weight(conversion.reader, item.stored.slice_rows(start, stop)).dequantize()
+        weight = read_stored_weight(reader, stored.slice_rows(start, stop))
         if weight.format != item.target or not torch.equal(
             quantize_with_scales(source, weight.scales, item.target), weight.data
         ):

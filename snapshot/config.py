@@ -43,7 +43,9 @@ class ModelConfig:
     num_kv_heads: int = 0
     output_bias: bool = False
     qk_norm: str = ""  # queries and keys are normed: each "head", or the whole "projection"
-    windows: tuple[int, ...] = ()  # for each layer how many positions a row sees, itself included; 0: all of them
+    sliding_windows: tuple[
+        int, ...
+    ] = ()  # for each layer how many positions a row sees, itself included; 0: all of them
     has_sinks: bool = False  # one more score in each head's softmax, which nothing is added for
     # DSA indexer: "full" layers own one, "shared" layers reuse the nearest earlier selection; empty: no such family
     indexer_types: tuple[str, ...] = ()
@@ -66,8 +68,8 @@ class ModelConfig:
     normalize_weights: bool = True
     routed_scaling: float = 1.0
     # Experts with biases whose halves meet as (up + 1) * gate * sigmoid(alpha * gate), both clamped to this; 0: silu.
-    gate_limit: float = 0.0
-    gate_alpha: float = 0.0
+    swiglu_limit: float = 0.0
+    swiglu_alpha: float = 0.0
     # Not of config.json: a lossy reduction the user may ask for. Of a token's experts keep the fewest whose scores
     # reach this share of their sum; 0 keeps all.
     expert_mass: float = 0.0
@@ -89,13 +91,13 @@ class ModelConfig:
     def sparse_layers(self):
         return tuple(i for i, kind in enumerate(self.mlp_types) if kind == "sparse")
 
-    def layer_is_full(self, layer):
+    def has_own_indexer(self, layer):
         """Whether a layer runs its own indexer; of a family with indexers the MTP layer, one past the last, does."""
         return bool(self.indexer_types) and (layer >= self.num_layers or self.indexer_types[layer] == "full")
 
-    def window(self, layer):
+    def sliding_window(self, layer):
         """How many positions a row of a layer sees, itself included; 0: all. The MTP layer sees all."""
-        return self.windows[layer] if layer < len(self.windows) else 0
+        return self.sliding_windows[layer] if layer < len(self.sliding_windows) else 0
 
 
 class ConfigFields:
@@ -172,12 +174,12 @@ class ConfigFields:
         return tuple(value)
 
 
-def read_json(path):
+def read_json_object(path):
     """A JSON object from a file of the snapshot."""
-    return parse_json(read_file(path), f"{path}:")
+    return parse_json_object(read_file(path), f"{path}:")
 
 
-def parse_json(data, subject):
+def parse_json_object(data, subject):
     """UTF-8 bytes -> a JSON object in which no key stands twice; `subject` begins every complaint."""
 
     def unique(pairs):
@@ -201,17 +203,17 @@ def parse_json(data, subject):
 def read_config(folder):
     """config.json of a snapshot folder -> (ModelConfig, its Family). Refuses an unknown model_type."""
     path = folder / "config.json"
-    fields = ConfigFields(read_json(path), path)
+    fields = ConfigFields(read_json_object(path), path)
     known = sorted(module.name for module in pkgutil.iter_modules(families.__path__))
     model_type = fields.get("model_type")
     if model_type not in known:
         fields.refuse("model_type", f"is {show(model_type)}, this engine knows {', '.join(known)}")
     check_quantization(fields)
     family = importlib.import_module(f"snapshot.families.{model_type}").FAMILY
-    config = family.read_config(fields)
+    config = family.parse_config(fields)
     generation = folder / "generation_config.json"
     if os.path.lexists(generation):  # a link to nothing is a broken download, not an absent file
-        stop_ids = ConfigFields(read_json(generation), generation).ids("eos_token_id", config.vocab_size)
+        stop_ids = ConfigFields(read_json_object(generation), generation).ids("eos_token_id", config.vocab_size)
         config = add_stop_ids(config, stop_ids)
     return config, family
 

@@ -3,7 +3,7 @@
 Defaults are those of transformers 5.24. A value that would change the arithmetic and is not computed here is refused.
 """
 
-from snapshot.rope import read_rope
+from snapshot.rope import parse_rope
 
 # The engine keeps a few hundred bytes for each routed expert; GLM-5.2 has 19,200.
 MAX_ROUTED_EXPERTS = 1 << 17
@@ -11,7 +11,7 @@ MAX_ROUTED_EXPERTS = 1 << 17
 LATENT_NORM_EPS = 1e-6
 
 
-def read_model(fields, positions, eps=1e-5):
+def parse_common(fields, positions, eps=1e-5):
     """What every family has; positions and eps: its max_position_embeddings and rms_norm_eps where it says none."""
     fields.only("hidden_act", "silu")
     vocab_size = fields.count("vocab_size")
@@ -27,13 +27,13 @@ def read_model(fields, positions, eps=1e-5):
     }
 
 
-def read_mtp(fields, default=0):
+def parse_mtp(fields, default=0):
     """How many multi-token-prediction layers follow the last."""
     return {"num_mtp_layers": fields.count("num_nextn_predict_layers", default, low=0, high=1)}
 
 
-def read_mla(fields, model, latent_queries=True):
-    """Multi-head latent attention; latent_queries: q_lora_rank must be given. `model` as read_model gives it."""
+def parse_mla(fields, model, latent_queries=True):
+    """Multi-head latent attention; latent_queries: q_lora_rank must be given. `model` as parse_common gives it."""
     num_heads, rope_dim = fields.count("num_attention_heads"), fields.count("qk_rope_head_dim")
     if rope_dim % 2:
         fields.refuse("qk_rope_head_dim", f"is {rope_dim}, rotary pairs need an even width")
@@ -50,17 +50,17 @@ def read_mla(fields, model, latent_queries=True):
         "nope_head_dim": nope_dim,
         "rope_head_dim": rope_dim,
         "v_head_dim": fields.count("v_head_dim"),
-        "rope": read_rope(fields, rope_dim, model["max_positions"]),
+        "rope": parse_rope(fields, rope_dim, model["max_positions"]),
         "latent_norm_eps": LATENT_NORM_EPS,
         "attention_bias": fields.flag("attention_bias", False),
     }
 
 
-def read_gqa(fields, model, head_dim=None, rotary=None, theta=10000.0, absent=None, bias=False, output_bias=True):
-    """Heads that share the keys and values of num_key_value_heads. `model` as read_model gives it.
+def parse_gqa(fields, model, head_dim=None, rotary=None, theta=10000.0, absent=None, bias=False, output_bias=True):
+    """Heads that share the keys and values of num_key_value_heads. `model` as parse_common gives it.
 
     The others are what the family takes where config.json says nothing: head_dim (None: the hidden size over the
-    heads), the share of it that is rotary (None: all, and config.json has no say), rope_theta, absent as of read_rope,
+    heads), the share of it that is rotary (None: all, and config.json has no say), rope_theta, absent as of parse_rope,
     attention_bias. output_bias: whether the output projection has one where the others do.
     """
     num_heads = fields.count("num_attention_heads")
@@ -70,7 +70,7 @@ def read_gqa(fields, model, head_dim=None, rotary=None, theta=10000.0, absent=No
     if fields.get("head_dim", head_dim) is None and model["hidden_size"] % num_heads:
         fields.refuse("num_attention_heads", f"is {num_heads}, which does not divide the hidden size")
     head_dim = fields.count("head_dim", head_dim or model["hidden_size"] // num_heads)
-    rope_dim = head_dim if rotary is None else int(head_dim * read_rotary_share(fields, rotary))
+    rope_dim = head_dim if rotary is None else int(head_dim * parse_partial_rotary_factor(fields, rotary))
     if rope_dim < 2 or rope_dim % 2:
         fields.refuse("head_dim", f"is {head_dim} and {rope_dim} of it rotary, pairs need an even width")
     has_bias = fields.flag("attention_bias", bias)
@@ -81,26 +81,26 @@ def read_gqa(fields, model, head_dim=None, rotary=None, theta=10000.0, absent=No
         "nope_head_dim": head_dim - rope_dim,
         "rope_head_dim": rope_dim,
         "v_head_dim": head_dim,
-        "rope": read_rope(fields, rope_dim, model["max_positions"], theta, absent),
+        "rope": parse_rope(fields, rope_dim, model["max_positions"], theta, absent),
         "attention_bias": has_bias,
         "output_bias": has_bias and output_bias,
     }
 
 
-def read_windows(fields, num_layers):
+def parse_sliding_window(fields, num_layers):
     """sliding_window: how many positions every layer sees; null or absent: all."""
     has_window = fields.get("sliding_window", None) is not None
-    return {"windows": (fields.count("sliding_window"),) * num_layers if has_window else ()}
+    return {"sliding_windows": (fields.count("sliding_window"),) * num_layers if has_window else ()}
 
 
-def read_rotary_share(fields, default):
+def parse_partial_rotary_factor(fields, default):
     """partial_rotary_factor, of rope_parameters or of the top level."""
     raw = fields.get("rope_parameters", {})
     rope = fields.inside("rope_parameters", raw if isinstance(raw, dict) else {})
     return rope.number("partial_rotary_factor", fields.number("partial_rotary_factor", default), high=1.0)
 
 
-def read_experts(fields, key, width="moe_intermediate_size", count=None, active=None):
+def parse_experts(fields, key, width="moe_intermediate_size", count=None, active=None):
     """The routed experts; key: what the family calls their number, or several names of it; count and active: how many
     there are and how many a token has where config.json does not say (None: it must)."""
     names = key if isinstance(key, tuple) else (key,)
@@ -115,8 +115,8 @@ def read_experts(fields, key, width="moe_intermediate_size", count=None, active=
 EXPERT_NAMES = ("n_routed_experts", "num_experts", "num_local_experts")
 
 
-def read_sigmoid_router(fields, experts, groups=1, active_groups=1, scaling=1.0):
-    """The noaux_tc router of DeepSeek-V3 and GLM, with shared experts; `experts` as read_experts gives them."""
+def parse_sigmoid_router(fields, experts, groups=1, active_groups=1, scaling=1.0):
+    """The noaux_tc router of DeepSeek-V3 and GLM, with shared experts; `experts` as parse_experts gives them."""
     fields.only("scoring_func", "sigmoid")
     fields.only("topk_method", "noaux_tc")
     fields.only("mlp_bias", False)
@@ -140,7 +140,7 @@ def read_sigmoid_router(fields, experts, groups=1, active_groups=1, scaling=1.0)
     }
 
 
-def read_dense_layers(fields, num_layers, default):
+def parse_mlp_types(fields, num_layers, default):
     """mlp_layer_types wins over first_k_dense_replace."""
     types = fields.words("mlp_layer_types", ("dense", "sparse"), num_layers)
     if types is None:
@@ -149,8 +149,8 @@ def read_dense_layers(fields, num_layers, default):
     return {"mlp_types": types, "intermediate_size": fields.count("intermediate_size")}
 
 
-def read_indexer(fields, attention, heads):
-    """The DSA indexer but for which layers have one; `attention` as read_mla gives it."""
+def parse_indexer(fields, attention, heads):
+    """The DSA indexer but for which layers have one; `attention` as parse_mla gives it."""
     width, rope_dim = fields.count("index_head_dim", 128), attention["rope_head_dim"]
     if width < rope_dim:
         fields.refuse("index_head_dim", f"is {width}, below qk_rope_head_dim {rope_dim}")
@@ -162,7 +162,7 @@ def read_indexer(fields, attention, heads):
     }
 
 
-def check_count(fields, config, key):
+def check_num_experts(fields, config, key):
     """-> config; Refused where all layers together have more experts than the engine can keep account of."""
     if config.num_experts * len(config.sparse_layers) > MAX_ROUTED_EXPERTS:
         experts = f"{config.num_experts} experts in {len(config.sparse_layers)} layers"

@@ -10,8 +10,8 @@ from errors import Refused
 from kernels.formats import DTYPES, FLOATS, SCALE_DTYPES, integer_format
 from kernels.quantize import quantize_rows, row_blocks
 from kernels.weight import Weight, packed_bytes, packed_view, view_weight
-from machine.arena import Arena, line_end
-from snapshot.formats import StoredWeight, find_weight
+from machine.arena import Arena, align_to_line
+from snapshot.formats import StoredWeight, find_stored_weight
 from snapshot.weights import ModelWeights, MtpWeights, bind_layer
 
 
@@ -40,7 +40,9 @@ class DenseTensors:
             for name, shape in table.values():
                 # A rounded router would choose other experts.
                 is_float32 = len(shape) == 1 or name in self.router_names or name in bias_names
-                self.stored[name] = index.find(name, shape) if is_float32 else find_weight(index, name, shape)
+                self.stored[name] = (
+                    index.find_checked(name, shape) if is_float32 else find_stored_weight(index, name, shape)
+                )
 
     @property
     def mtp_layers(self):
@@ -77,7 +79,7 @@ class DenseTensors:
     def check_indexer(self):
         """Whether there is an indexer. A container without any of a model that has them runs dense attention; a part
         of one is refused."""
-        full = [i for i in range(self.config.num_layers) if self.config.layer_is_full(i)]
+        full = [i for i in range(self.config.num_layers) if self.config.has_own_indexer(i)]
         names = [name for i in full for name, _ in self.family.indexer_tensors(self.config, i).values()]
         missing = [name for name in names if name not in self.index]
         if missing and len(missing) < len(names):
@@ -102,7 +104,7 @@ class DenseTensors:
             tables["mlp"] = family.dense_tensors(c, layer)
         else:
             tables["router"] = family.resolve(family.router_tensors(c, layer), self.index)
-            if c.gate_limit:
+            if c.swiglu_limit:
                 tables["expert_biases"] = family.expert_biases(c, layer)
             if c.num_shared_experts:
                 tables["shared"] = family.shared_expert_tensors(c, layer)
@@ -113,7 +115,7 @@ class DenseTensors:
         return tables
 
     def has_indexer_at(self, layer):
-        return self.has_indexer and self.config.layer_is_full(layer)
+        return self.has_indexer and self.config.has_own_indexer(layer)
 
     @property
     def matrices(self):
@@ -136,23 +138,23 @@ class DenseTensors:
         """Bytes of memory once loaded with `bits` for the dense matrices (16 = as stored)."""
         floats = (stored for stored in self.stored.values() if not isinstance(stored, StoredWeight))
         vectors = sum(stored.num_bytes * 4 // stored.item_bytes for stored in floats)
-        return vectors + sum(line_end(self.matrix_bytes(stored, bits)) for stored in self.matrices)
+        return vectors + sum(align_to_line(self.matrix_bytes(stored, bits)) for stored in self.matrices)
 
     def load(self, reader, bits, exact=False):
         """Read everything in file order and bind it -> ModelWeights."""
         loaded = {}
-        arena = Arena(sum(line_end(self.matrix_bytes(stored, bits)) for stored in self.matrices))
+        arena = Arena(sum(align_to_line(self.matrix_bytes(stored, bits)) for stored in self.matrices))
         for name, stored in sorted(self.stored.items(), key=lambda item: place_of(item[1])):
             if not isinstance(stored, StoredWeight):
-                tensor = read_tensor(reader, stored).float()
+                tensor = read_float_tensor(reader, stored).float()
                 is_router = name in self.router_names
                 loaded[name] = Weight(tensor, tensor.shape[1], FLOATS["F32"]) if is_router else tensor
                 continue
-            buffer = arena.take(self.matrix_bytes(stored, bits))
+            buffer = arena.allocate(self.matrix_bytes(stored, bits))
             if self.packs(stored, bits):
                 loaded[name] = read_packed(reader, stored, buffer, bits, exact)
             else:
-                loaded[name] = read_weight(reader, stored, buffer, exact)
+                loaded[name] = read_stored_weight(reader, stored, buffer, exact)
 
         def bound(table):
             return {word: loaded[name] for word, (name, _) in table.items()}
@@ -176,19 +178,19 @@ def place_of(stored):
     return str(data.path), data.offset
 
 
-def read_bytes(reader, entry):
+def read_entry_bytes(reader, entry):
     """The bytes of a tensor in memory of its own."""
     raw = torch.empty(entry.num_bytes, dtype=torch.uint8)
     reader.read_into(entry.path, entry.offset, memoryview(raw.numpy()), f"tensor {entry.name}")
     return raw
 
 
-def read_tensor(reader, entry):
+def read_float_tensor(reader, entry):
     """A float tensor as stored."""
-    return read_bytes(reader, entry).view(DTYPES[entry.dtype]).view(entry.shape)
+    return read_entry_bytes(reader, entry).view(DTYPES[entry.dtype]).view(entry.shape)
 
 
-def read_weight(reader, stored, buffer=None, exact=False):
+def read_stored_weight(reader, stored, buffer=None, exact=False):
     """A StoredWeight, or a part of one, as it is -> Weight, in `buffer` or in memory of its own."""
     buffer = torch.empty(stored.num_bytes, dtype=torch.uint8) if buffer is None else buffer
     # The scales first: whatever the data's length, they lie where their dtype wants them.
@@ -205,5 +207,5 @@ def read_packed(reader, stored, buffer, bits, exact=False):
     """A matrix packed into `buffer` as it is read, a block of rows at a time: as float32 a head alone is gigabytes."""
     weight = packed_view(buffer, integer_format(bits), stored.rows, stored.columns, exact)
     for start, stop in row_blocks(stored.rows, stored.columns):
-        quantize_rows(weight, start, read_weight(reader, stored.part(start, stop)).dequantize())
+        quantize_rows(weight, start, read_stored_weight(reader, stored.slice_rows(start, stop)).dequantize())
     return weight

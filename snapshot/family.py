@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Family:
-    """One model type. read_config: Fields -> ModelConfig, with the defaults of transformers."""
+    """One model type. parse_config: Fields -> ModelConfig, with the defaults of transformers."""
 
-    read_config: Callable
+    parse_config: Callable
     moe: str = "mlp."  # where a layer has its router and its experts, one by one
     router: str = "gate"
     experts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")

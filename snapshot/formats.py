@@ -8,7 +8,7 @@ A matrix X comes as one of
 
 or lies with others in a larger tensor, as snapshot/fused.py says.
 
-A container names its formats in the metadata of its files (STAMP). Where it does not, as in all that the C engine
+A container names its formats in the metadata of its files (FORMATS_KEY). Where it does not, as in all that the C engine
 wrote, byte counts tell them apart, in the order in which the C engine tries.
 """
 
@@ -52,7 +52,7 @@ class StoredWeight:
         """Bytes in the files, and in memory when kept as stored."""
         return sum(entry.num_bytes for entry in self.entries)
 
-    def part(self, start, stop):
+    def slice_rows(self, start, stop):
         """Rows start .. stop alone; of an fp8 matrix start must begin a block."""
         if self.within:
             return replace(self, rows=stop - start, within=self.within.skip(start))
@@ -61,24 +61,24 @@ class StoredWeight:
             unit = BLOCK if self.format is FP8 else 1
             row_bytes = scales.num_bytes // self.format.scale_shape(self.rows, self.columns)[0]
             num_scale_rows = self.format.scale_shape(rows, self.columns)[0]
-            scales = slice_of(scales, start // unit * row_bytes, num_scale_rows * row_bytes)
+            scales = slice_bytes(scales, start // unit * row_bytes, num_scale_rows * row_bytes)
         row_bytes = self.format.row_bytes(self.columns)
-        data = slice_of(self.data, start * row_bytes, rows * row_bytes)
+        data = slice_bytes(self.data, start * row_bytes, rows * row_bytes)
         return replace(self, rows=rows, data=data, scales=scales)
 
 
-def slice_of(entry, start, num_bytes):
+def slice_bytes(entry, start, num_bytes):
     """Some bytes of a tensor; the shape no longer means anything."""
     return replace(entry, offset=entry.offset + start, num_bytes=num_bytes, shape=())
 
 
-def find_weight(index, name, shape):
+def find_stored_weight(index, name, shape):
     """The matrix `name` of `shape` [out, in] -> StoredWeight, in whatever format it is. Refused if it is none."""
     if name + SCALES in index:
         return container_weight(index, name, *shape)
-    if index.dtype(name) == "F8_E4M3":
+    if index.dtype_of(name) == "F8_E4M3":
         return fp8_weight(index, name, *shape)
-    entry = index.find(name, shape)
+    entry = index.find_checked(name, shape)
     return StoredWeight(name, FLOATS[entry.dtype], *shape, entry)
 
 
@@ -87,16 +87,16 @@ def fp8_weight(index, name, rows, columns):
     blocks = FP8.scale_shape(rows, columns)
     if name + FP8_SCALES not in index:
         raise index.incomplete(f"tensor {name} is FP8 and its scales {name + FP8_SCALES} are missing")
-    scales = index.take(name + FP8_SCALES)
+    scales = index.find_entry(name + FP8_SCALES)
     if scales.dtype in ("F8_E8M0", "U8"):
         raise Refused(f"{scales.path}: tensor {scales.name} holds UE8M0 scales, which this engine does not read")
-    scales = index.find(scales.name, blocks)
-    return StoredWeight(name, FP8, rows, columns, index.find(name, (rows, columns), ("F8_E4M3",)), scales)
+    scales = index.find_checked(scales.name, blocks)
+    return StoredWeight(name, FP8, rows, columns, index.find_checked(name, (rows, columns), ("F8_E4M3",)), scales)
 
 
 def container_weight(index, name, rows, columns):
     """Packed bytes X with scales X.qs, told apart by a stamp or by how many there are."""
-    data, scales = index.take(name), index.take(name + SCALES)
+    data, scales = index.find_entry(name), index.find_entry(name + SCALES)
 
     def refuse(problem):
         raise Refused(f"{data.path}: tensor {name} {problem}; config.json asks for {rows} x {columns} weights")
@@ -106,7 +106,7 @@ def container_weight(index, name, rows, columns):
     if len(data.shape) > 1 and data.shape[0] != rows:
         refuse(f"has shape {show(list(data.shape))}")
     num_scales = math.prod(scales.shape)
-    stamp = index.stamp(name)
+    stamp = index.declared_format(name)
     if stamp is not None:
         if stamp not in FORMATS or not FORMATS[stamp].has_scales:
             refuse(f"is stamped {show(stamp)}, which is no packed format this engine reads")

@@ -9,10 +9,10 @@ gate_up_proj_blocks [E, 2 W, D / 32, 16], _scales [E, 2 W, D / 32], the same of 
 from errors import Refused
 from kernels.formats import FLOATS, MXFP4
 from kernels.weight import RowSelection
-from snapshot.formats import StoredWeight, slice_of
+from snapshot.formats import StoredWeight, slice_bytes
 
 
-def find_fused(config, family, index, layer):
+def find_fused_experts(config, family, index, layer):
     """-> a function expert -> StoredWeights gate, up, down; None where the experts of a layer stand one by one."""
     packed, plain = family.packed_expert_tensors(config, layer), family.fused_expert_tensors(config, layer)
     if any(name in index for name, _ in packed.values()):
@@ -25,14 +25,14 @@ def find_fused(config, family, index, layer):
         single = family.expert_tensors(config, layer, expert)["gate"][0]
         if single in index:
             raise Refused(f"{index.folder}: layer {layer} has its experts twice, as {single} and fused")
-    entries = {word: index.find(*named, dtypes) for word, named in table.items()}
+    entries = {word: index.find_checked(*named, dtypes) for word, named in table.items()}
     return lambda expert: parts(config, family, entries, expert)
 
 
 def part_of(entry, expert):
     """What a tensor [experts, ...] holds of one."""
     num_bytes = entry.num_bytes // entry.shape[0]
-    return slice_of(entry, num_bytes * expert, num_bytes)
+    return slice_bytes(entry, num_bytes * expert, num_bytes)
 
 
 def float_parts(config, family, entries, expert):
@@ -46,7 +46,7 @@ def float_parts(config, family, entries, expert):
         )
         return [gate, up, StoredWeight(down.name, formats[1], D, W, below, None, RowSelection(0, 1, D, True))]
     half = both.num_bytes // 2
-    gate, up = (StoredWeight(gate_up.name, formats[0], W, D, slice_of(both, start, half)) for start in (0, half))
+    gate, up = (StoredWeight(gate_up.name, formats[0], W, D, slice_bytes(both, start, half)) for start in (0, half))
     return [gate, up, StoredWeight(down.name, formats[1], D, W, below)]
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from errors import Refused, shorten, show
 from kernels.formats import DTYPES
-from snapshot.config import parse_json, read_json
+from snapshot.config import parse_json_object, read_json_object
 from snapshot.reader import open_file
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -19,7 +19,7 @@ MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library itself
 MAX_DIMENSIONS = 64  # what torch can hold; it also bounds the work of multiplying them
 MAX_COUNT = (1 << 63) - 1
 ITEM_BYTES = {name: dtype.itemsize for name, dtype in DTYPES.items()} | {"U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E8M0": 1}
-STAMP = "colibri.formats"  # metadata of a container: JSON, names or their beginnings -> weight formats
+FORMATS_KEY = "colibri.formats"  # metadata of a container: JSON, names or their beginnings -> weight formats
 # Published snapshots say how many shards there are; the C engine's converter numbers from 0 and does not. Its out-mtp-
 # and out-idx- files are numbered apart from the main series, and a model works without them.
 SHARD = re.compile(r"(?P<stem>.*)(?P<number>[0-9]{5})(?P<tail>-of-[0-9]{5}\.safetensors)")
@@ -63,17 +63,17 @@ class TensorIndex:
         """Whether any tensor of a layer is there; `prefix` as the family's layer_prefix gives it."""
         return prefix in self.layers
 
-    def dtype(self, name):
+    def dtype_of(self, name):
         """The dtype of a tensor, None where it is missing."""
         return self.entries[name].dtype if name in self.entries else None
 
-    def stamp(self, name):
+    def declared_format(self, name):
         """The format that the file of a tensor says it has, for it by name or for all that begin like it; or None."""
         stamps, parts = self.stamps.get(self.entries[name].path, {}), name.split(".")
         names = [name, *(".".join(parts[:n]) + "." for n in range(len(parts) - 1, 0, -1))]
         return next((stamps[name] for name in names if name in stamps), None)
 
-    def take(self, name):
+    def find_entry(self, name):
         """The entry of a tensor, whatever its dtype and shape; refuses a missing name."""
         entry = self.entries.get(name)
         if entry is None:
@@ -81,9 +81,9 @@ class TensorIndex:
         self.used.add(entry.path)
         return entry
 
-    def find(self, name, shape, dtypes=tuple(DTYPES)):
+    def find_checked(self, name, shape, dtypes=tuple(DTYPES)):
         """The entry of a tensor, its shape as expected; refuses a missing name, another shape, an unread dtype."""
-        entry = self.take(name)
+        entry = self.find_entry(name)
         if entry.dtype not in dtypes:
             dtype = shorten(entry.dtype)
             raise Refused(f"{entry.path}: tensor {name} has dtype {dtype}, expected {', '.join(dtypes)}")
@@ -97,14 +97,14 @@ class TensorIndex:
         shards = f" ({self.shards})" if self.shards else ""
         return Refused(f"{self.folder}: {what}{shards}; is the download complete?")
 
-    def check_rest(self, spare_prefix):
+    def check_unused_files(self, mtp_prefix):
         """Once every tensor was asked for: refuse a gap in the shards that nobody noticed, and a file of another model.
 
-        Names that begin with `spare_prefix`, the MTP layer, may stand in a file of their own.
+        Names that begin with `mtp_prefix`, the MTP layer, may stand in a file of their own.
         """
         if self.has_gap:
             raise Refused(f"{self.folder}: a shard is missing ({self.shards}); is the download complete?")
-        spare = {entry.path for name, entry in self.entries.items() if name.startswith(spare_prefix)}
+        spare = {entry.path for name, entry in self.entries.items() if name.startswith(mtp_prefix)}
         for path in self.unlisted:
             if path not in self.used and path not in spare:
                 raise Refused(f"{path}: holds no tensor of this model; move it out of the folder")
@@ -125,7 +125,7 @@ def read_index(folder):
     entries, stamps = {}, {}
     for path in paths:
         found, metadata = read_header(path)
-        stamps[path] = read_stamp(path, metadata)
+        stamps[path] = read_format_table(path, metadata)
         for name, entry in found.items():
             if name in entries:
                 both = f"{entries[name].path.name} and {path.name}"
@@ -140,7 +140,7 @@ def read_index(folder):
 
 def read_weight_map(listing):
     """The index file -> tensor name: file name. A file is a plain name, so nothing outside the folder is opened."""
-    weight_map = read_json(listing).get("weight_map")
+    weight_map = read_json_object(listing).get("weight_map")
     if not isinstance(weight_map, dict):
         raise Refused(f"{listing}: weight_map must map tensor names to file names")
     for name, file in weight_map.items():
@@ -200,11 +200,11 @@ def read_header(path):
         raise Refused(f"{path}: no such file; the snapshot is incomplete") from None
     except OSError as error:
         raise Refused(f"{path}: {error.strerror}") from None
-    header = parse_json(data, f"{path}: the safetensors header")
+    header = parse_json_object(data, f"{path}: the safetensors header")
     metadata = header.pop("__metadata__", None)
     metadata = metadata if isinstance(metadata, dict) else {}
     data_start = 8 + header_bytes
-    entries = {name: read_entry(path, name, fields, data_start) for name, fields in header.items()}
+    entries = {name: parse_entry(path, name, fields, data_start) for name, fields in header.items()}
     end, cut = data_start, None  # cut: the first tensor that the file does not hold whole
     for entry in sorted(entries.values(), key=lambda entry: (entry.offset, entry.num_bytes)):
         if entry.offset != end:
@@ -220,19 +220,19 @@ def read_header(path):
     return entries, metadata
 
 
-def read_stamp(path, metadata):
+def read_format_table(path, metadata):
     """The table of weight formats in a file's metadata: names, or their beginnings up to a dot -> format names."""
-    text = metadata.get(STAMP)
+    text = metadata.get(FORMATS_KEY)
     if text is None:
         return {}
-    subject = f"{path}: {STAMP} of the metadata"
-    stamp = parse_json(text.encode("utf-8", "replace") if isinstance(text, str) else b"", subject)
+    subject = f"{path}: {FORMATS_KEY} of the metadata"
+    stamp = parse_json_object(text.encode("utf-8", "replace") if isinstance(text, str) else b"", subject)
     if not all(isinstance(fmt, str) for fmt in stamp.values()):
         raise Refused(f"{subject} must map names to weight formats")
     return stamp
 
 
-def read_entry(path, name, fields, data_start):
+def parse_entry(path, name, fields, data_start):
     """One header entry -> TensorEntry; refuses offsets and shapes that do not fit each other."""
 
     def refuse(problem):

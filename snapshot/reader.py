@@ -11,13 +11,13 @@ from errors import Refused
 
 PAGE = 4096  # what direct reads are aligned to, in the file and in memory
 O_DIRECT = getattr(os, "O_DIRECT", 0)  # 0: macOS has none
-REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP)  # of direct reads, by a file system that cannot do them
-TRANSIENT = (errno.EINTR, errno.EAGAIN, errno.EIO, errno.ENOMEM, errno.ETIMEDOUT)  # may pass: tried again
+DIRECT_UNSUPPORTED = (errno.EINVAL, errno.EOPNOTSUPP)  # of direct reads, by a file system that cannot do them
+TRANSIENT_ERRORS = (errno.EINTR, errno.EAGAIN, errno.EIO, errno.ENOMEM, errno.ETIMEDOUT)  # may pass: tried again
 PAUSES = (0.1, 0.4)  # seconds before the second and the third try
 MAX_TEXT_BYTES = 100_000_000  # of a JSON file or a template; published tokenizers have 20 MB
 
 
-def page_end(num_bytes):
+def align_to_page(num_bytes):
     """Rounded up to whole pages."""
     return -(-num_bytes // PAGE) * PAGE
 
@@ -49,7 +49,7 @@ def read_file(path, advice="SNAP must name a Hugging Face snapshot folder"):
         raise Refused(f"{path}: {error.strerror}") from None
 
 
-class Reader:
+class FileReader:
     """Open files of a snapshot, read-only, each opened once. Threads may share it. Close it when the model goes.
 
     `preadv` is what reads, os.preadv but in tests of what goes wrong.
@@ -64,7 +64,7 @@ class Reader:
         """Fill `buffer` (a writable memoryview) from `offset`; `what` names the tensor in a complaint."""
         done = 0
         while done < len(buffer):
-            count = self.read_once(path, 0, offset + done, buffer[done:], what)
+            count = self.pread(path, 0, offset + done, buffer[done:], what)
             if count == 0:
                 raise Refused(f"{path}: ends at byte {offset + done}, inside {what}; download it again")
             done += count
@@ -73,42 +73,42 @@ class Reader:
         """The same past the page cache: `pages` is whole pages, page-aligned as `offset` is, of which the first
         `wanted` bytes must come; the file may end in the last page. Buffered where the file system refuses it."""
         count = 0
-        if self.takes_direct(path):
+        if self.can_read_direct(path):
             # What a short read leaves may begin at any byte, which direct reads cannot: the rest is read buffered.
-            count = self.read_once(path, O_DIRECT, offset, pages, what)
+            count = self.pread(path, O_DIRECT, offset, pages, what)
         self.read_into(path, offset + count, pages[count:wanted], what)
 
-    def takes_direct(self, path):
+    def can_read_direct(self, path):
         """Whether direct reads of a file are possible, as far as is known before one was tried."""
         return O_DIRECT and path not in self.buffered_only
 
-    def read_once(self, path, flags, offset, buffer, what):
+    def pread(self, path, flags, offset, buffer, what):
         """One preadv -> bytes read, 0 at the end of the file, and for a direct read that is refused; transient errors
         are tried again."""
         for pause in (*PAUSES, None):
             try:
-                return self.preadv(self.descriptor(path, flags), [buffer], offset)
+                return self.preadv(self.get_descriptor(path, flags), [buffer], offset)
             except OSError as error:
-                if flags and error.errno in REFUSALS:
+                if flags and error.errno in DIRECT_UNSUPPORTED:
                     self.buffered_only.add(path)
                     return 0
-                if error.errno not in TRANSIENT or pause is None:
+                if error.errno not in TRANSIENT_ERRORS or pause is None:
                     problem = f"{error.strerror} (errno {error.errno}) at byte {offset}, reading {what}"
                     raise Refused(f"{path}: {problem}") from None
                 time.sleep(pause)
 
-    def descriptor(self, path, flags=0):
+    def get_descriptor(self, path, flags=0):
         """The descriptor of a file, opened at its first use."""
         with self.opening:
             if (path, flags) not in self.descriptors:
                 self.descriptors[path, flags] = open_file(path, flags)
             return self.descriptors[path, flags]
 
-    def forget(self, path, offset, num_bytes):
+    def drop_cached(self, path, offset, num_bytes):
         """Drop a part of a file from the page cache; nothing happens where the system knows no such advice."""
         if hasattr(os, "posix_fadvise"):
             with suppress(OSError):
-                os.posix_fadvise(self.descriptor(path), offset, num_bytes, os.POSIX_FADV_DONTNEED)
+                os.posix_fadvise(self.get_descriptor(path), offset, num_bytes, os.POSIX_FADV_DONTNEED)
 
     def close(self):
         for descriptor in self.descriptors.values():

@@ -17,7 +17,7 @@ class Rope:
     score_factor: float = 1.0  # of the scores of MLA, beside the root of the head's width
 
 
-def read_rope(fields, width, max_positions, theta=10000.0, absent=None):
+def parse_rope(fields, width, max_positions, theta=10000.0, absent=None):
     """rope_parameters, or the older rope_scaling and top-level rope_theta -> Rope of `width` columns.
 
     theta: what the family takes where the config has none; absent: its rope_parameters where there are none. Refused

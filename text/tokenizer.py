@@ -15,7 +15,7 @@ from functools import cached_property
 from tokenizers import Tokenizer
 
 from errors import Refused, reason, shorten, show
-from snapshot.config import parse_json, read_json
+from snapshot.config import parse_json_object, read_json_object
 from snapshot.reader import read_file
 from text.chat_template import ChatTemplate
 
@@ -28,7 +28,7 @@ class TextTokenizer:
     def __init__(self, folder, config):
         self.path = folder / "tokenizer.json"
         data = read_file(self.path, "text needs the snapshot's tokenizer")
-        raw = parse_json(data, f"{self.path}:")  # as declared: the library renumbers added tokens
+        raw = parse_json_object(data, f"{self.path}:")  # as declared: the library renumbers added tokens
         with refusing(self.path, "is not a tokenizer"):
             self.tokenizer = Tokenizer.from_buffer(data)
         # What was cut or filled up when the tokenizer was trained must not cut or fill up a prompt.
@@ -38,11 +38,13 @@ class TextTokenizer:
         self.check_ids(raw, config.vocab_size)
         extra, template = folder / "tokenizer_config.json", folder / "chat_template.jinja"
         # lexists: a link to nothing is a broken download, not an absent file.
-        self.extra = read_json(extra) if os.path.lexists(extra) else {}
-        self.chat_template = read_text(template) if os.path.lexists(template) else self.extra.get("chat_template")
+        self.tokenizer_config = read_json_object(extra) if os.path.lexists(extra) else {}
+        self.chat_template = (
+            read_text(template) if os.path.lexists(template) else self.tokenizer_config.get("chat_template")
+        )
         if isinstance(self.chat_template, list):  # several with names
             self.chat_template = pick_template(self.chat_template)
-        self.lock = threading.Lock()  # encode_plain changes the tokenizer for a moment
+        self.lock = threading.Lock()  # encode_as_text changes the tokenizer for a moment
         self.is_byte_level = "ByteLevel" in json.dumps(raw.get("decoder"))
         added = [token for token in raw.get("added_tokens", []) if token.get("special")]
         self.special_ids = {token["id"] for token in added}
@@ -73,7 +75,7 @@ class TextTokenizer:
     @property
     def stop_ids(self):
         """<|endoftext|> and the declared eos_token, where the vocabulary has them."""
-        declared = self.extra.get("eos_token")
+        declared = self.tokenizer_config.get("eos_token")
         declared = declared.get("content") if isinstance(declared, dict) else declared
         return tuple(self.find_ids([END_OF_TEXT] + ([declared] if isinstance(declared, str) else [])))
 
@@ -90,12 +92,12 @@ class TextTokenizer:
                 if token is None or token in self.special_ids:
                     low, high = (len(text), None) if token is None else encoding.offsets[at]
                     piece = text[begin:low]
-                    ids += self.encode_plain(piece.replace(seam, "")) if seam in piece else encoding.ids[first:at]
+                    ids += self.encode_as_text(piece.replace(seam, "")) if seam in piece else encoding.ids[first:at]
                     ids += encoding.ids[at : at + 1]
                     first, begin = at + 1, high
             return ids
 
-    def encode_plain(self, text):
+    def encode_as_text(self, text):
         """text -> ids, special tokens written out in it being text. Under the lock alone."""
         self.tokenizer.encode_special_tokens = True
         try:
@@ -134,7 +136,7 @@ class TextTokenizer:
     @property
     def special_tokens(self):
         """bos_token, eos_token and the like, as tokenizer_config.json declares them, for templates."""
-        tokens = {name: value for name, value in self.extra.items() if name.endswith("_token")}
+        tokens = {name: value for name, value in self.tokenizer_config.items() if name.endswith("_token")}
         tokens = {name: value.get("content") if isinstance(value, dict) else value for name, value in tokens.items()}
         return {name: value for name, value in tokens.items() if isinstance(value, str)}
 

@@ -19,7 +19,7 @@ def gqa(config, layer, weights, x, chunk):
     turn = chunk.cos, chunk.sin, config.rope_interleaved
     queries, keys = rotate(queries.view(-1, H, D), 0, *turn), rotate(keys.view(-1, G, D), 0, *turn)
 
-    out, window = [], config.window(layer)
+    out, window = [], config.sliding_window(layer)
     for segment in chunk.segments:
         rows = segment.rows
         all_keys, all_values = segment.kv.append(layer, keys[rows].flatten(1), values[rows])

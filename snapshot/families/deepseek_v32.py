@@ -3,25 +3,25 @@
 from snapshot.config import ModelConfig
 from snapshot.config_parts import (
     EXPERT_NAMES,
-    check_count,
-    read_dense_layers,
-    read_experts,
-    read_indexer,
-    read_mla,
-    read_model,
-    read_mtp,
-    read_sigmoid_router,
+    check_num_experts,
+    parse_common,
+    parse_experts,
+    parse_indexer,
+    parse_mla,
+    parse_mlp_types,
+    parse_mtp,
+    parse_sigmoid_router,
 )
 from snapshot.families.deepseek_v3 import TEXT_PREFIX
 from snapshot.family import Family
 
 
-def read_config(fields):
+def parse_config(fields):
     """Fields -> ModelConfig."""
     fields.only("rope_interleave", True)
-    model = read_model(fields, positions=163840, eps=1e-6)
-    attention = read_mla(fields, model)
-    experts = read_experts(fields, EXPERT_NAMES, count=256, active=8)
+    model = parse_common(fields, positions=163840, eps=1e-6)
+    attention = parse_mla(fields, model)
+    experts = parse_experts(fields, EXPERT_NAMES, count=256, active=8)
     config = ModelConfig(
         text_prefix=TEXT_PREFIX,
         rope_interleaved=True,
@@ -29,13 +29,13 @@ def read_config(fields):
         index_rope_interleaved=False,
         **model,
         **attention,
-        **read_indexer(fields, attention, heads=64),
-        **read_dense_layers(fields, model["num_layers"], 3),
+        **parse_indexer(fields, attention, heads=64),
+        **parse_mlp_types(fields, model["num_layers"], 3),
         **experts,
-        **read_sigmoid_router(fields, experts, groups=8, active_groups=4, scaling=2.5),
-        **read_mtp(fields),
+        **parse_sigmoid_router(fields, experts, groups=8, active_groups=4, scaling=2.5),
+        **parse_mtp(fields),
     )
-    return check_count(fields, config, "n_routed_experts")
+    return check_num_experts(fields, config, "n_routed_experts")
 
 
-FAMILY = Family(read_config)
+FAMILY = Family(parse_config)

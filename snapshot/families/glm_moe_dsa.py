@@ -3,43 +3,43 @@
 from snapshot.config import ModelConfig
 from snapshot.config_parts import (
     EXPERT_NAMES,
-    check_count,
-    read_dense_layers,
-    read_experts,
-    read_indexer,
-    read_mla,
-    read_model,
-    read_mtp,
-    read_sigmoid_router,
+    check_num_experts,
+    parse_common,
+    parse_experts,
+    parse_indexer,
+    parse_mla,
+    parse_mlp_types,
+    parse_mtp,
+    parse_sigmoid_router,
 )
 from snapshot.family import Family
 
 TEXT_PREFIX = ("[gMASK]", "<sop>")
 
 
-def read_config(fields):
+def parse_config(fields):
     """Fields -> ModelConfig."""
     fields.only("rope_interleave", True)
     fields.only("indexer_rope_interleave", True)
-    model = read_model(fields, positions=202752)
-    attention = read_mla(fields, model)
-    experts = read_experts(fields, EXPERT_NAMES)
+    model = parse_common(fields, positions=202752)
+    attention = parse_mla(fields, model)
+    experts = parse_experts(fields, EXPERT_NAMES)
     config = ModelConfig(
         text_prefix=TEXT_PREFIX,
         rope_interleaved=True,
-        indexer_types=read_indexer_types(fields, model["num_layers"]),
+        indexer_types=parse_indexer_types(fields, model["num_layers"]),
         **model,
         **attention,
-        **read_indexer(fields, attention, heads=32),
-        **read_dense_layers(fields, model["num_layers"], 3),
+        **parse_indexer(fields, attention, heads=32),
+        **parse_mlp_types(fields, model["num_layers"], 3),
         **experts,
-        **read_sigmoid_router(fields, experts, scaling=2.5),
-        **read_mtp(fields),
+        **parse_sigmoid_router(fields, experts, scaling=2.5),
+        **parse_mtp(fields),
     )
-    return check_count(fields, config, "n_routed_experts")
+    return check_num_experts(fields, config, "n_routed_experts")
 
 
-def read_indexer_types(fields, num_layers):
+def parse_indexer_types(fields, num_layers):
     """An explicit indexer_types beats index_topk_pattern, which beats the freq / offset schedule."""
     types = fields.words("indexer_types", ("full", "shared"), num_layers)
     pattern = fields.get("index_topk_pattern", None)
@@ -58,4 +58,4 @@ def read_indexer_types(fields, num_layers):
     return types
 
 
-FAMILY = Family(read_config)
+FAMILY = Family(parse_config)

@@ -2,28 +2,28 @@
 
 from errors import show
 from snapshot.config import ModelConfig
-from snapshot.config_parts import check_count, read_experts, read_gqa, read_model, read_windows
+from snapshot.config_parts import check_num_experts, parse_common, parse_experts, parse_gqa, parse_sliding_window
 from snapshot.family import Family
 
 
-def read_config(fields):
+def parse_config(fields):
     """Fields -> ModelConfig."""
-    model = read_model(fields, positions=32768, eps=1e-6)
+    model = parse_common(fields, positions=32768, eps=1e-6)
     config = ModelConfig(
         **model,
-        **read_gqa(fields, model),
+        **parse_gqa(fields, model),
         qk_norm="head",
-        **(read_windows(fields, model["num_layers"]) if fields.flag("use_sliding_window", False) else {}),
-        **read_experts(fields, ("num_experts", "num_local_experts"), count=128, active=8),
-        mlp_types=read_mlp_types(fields, model["num_layers"]),
+        **(parse_sliding_window(fields, model["num_layers"]) if fields.flag("use_sliding_window", False) else {}),
+        **parse_experts(fields, ("num_experts", "num_local_experts"), count=128, active=8),
+        mlp_types=parse_sparse_step(fields, model["num_layers"]),
         intermediate_size=fields.count("intermediate_size"),
         router="softmax",
         normalize_weights=fields.flag("norm_topk_prob", False),
     )
-    return check_count(fields, config, "num_experts")
+    return check_num_experts(fields, config, "num_experts")
 
 
-def read_mlp_types(fields, num_layers):
+def parse_sparse_step(fields, num_layers):
     """Every decoder_sparse_step-th layer has experts, but for those of mlp_only_layers."""
     step, dense = fields.count("decoder_sparse_step", 1), fields.get("mlp_only_layers", [])
     if not isinstance(dense, list) or any(type(layer) is not int for layer in dense):
@@ -32,4 +32,4 @@ def read_mlp_types(fields, num_layers):
     return tuple("sparse" if sparse else "dense" for sparse in is_sparse)
 
 
-FAMILY = Family(read_config)
+FAMILY = Family(parse_config)

@@ -94,9 +94,9 @@ def test_bytes_of_weights(toy):
 def test_a_step_reads_what_is_resident_once(load):
     loaded = load(EMBEDDED_SNAPSHOT)
     weights, config = loaded.model.weights, loaded.config
-    everything = loaded.resident.num_bytes(16) - weights.embed.num_bytes
+    everything = loaded.dense.num_bytes(16) - weights.embed.num_bytes
     # Weights begin on lines of 64 bytes, which the resident bytes count.
-    assert 0 <= everything - cost.resident_bytes_read(weights, config, 1000) < 64 * len(loaded.resident.matrices)
+    assert 0 <= everything - cost.resident_bytes_read(weights, config, 1000) < 64 * len(loaded.dense.matrices)
     saved = cost.resident_bytes_read(weights, config, 1000) - cost.resident_bytes_read(weights, config, 256)
     assert saved == 3 * 2 * cost.choice_weights(config)  # bf16, three layers
 

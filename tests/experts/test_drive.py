@@ -22,7 +22,7 @@ from machine.arena import Arena
 from snapshot import reader as reader_module
 from snapshot.config import read_config
 from snapshot.index import read_index
-from snapshot.reader import O_DIRECT, PAGE, Reader
+from snapshot.reader import O_DIRECT, PAGE, FileReader
 from tests.conftest import FIXTURES, reference
 from tests.forward.test_forward import all_logits
 
@@ -38,7 +38,7 @@ TODAY = date(2026, 11, 30)
 
 @pytest.fixture
 def reader():
-    reader = Reader()
+    reader = FileReader()
     yield reader
     reader.close()
 
@@ -90,7 +90,7 @@ def test_every_arm_is_measured_in_the_time_given(places, reader, tmp_path):
     arms = measure(Drive(tmp_path, reader), places, seconds=0.3)
     assert time.perf_counter() - started < 2
     modes = {arm.mode for arm in arms}
-    assert modes == ({"direct", "buffered"} if reader.takes_direct(tmp_path / "data") else {"buffered"})
+    assert modes == ({"direct", "buffered"} if reader.can_read_direct(tmp_path / "data") else {"buffered"})
     assert len(arms) == len(modes) * len(DEPTHS) and all(arm.gigabytes_per_second > 0 for arm in arms)
 
 
@@ -103,7 +103,7 @@ def test_a_slow_drive_is_measured_in_part(places, tmp_path):
             time.sleep(0.05)
             return os.preadv(*call)
 
-    reader, started = Reader(slow), time.perf_counter()
+    reader, started = FileReader(slow), time.perf_counter()
     arms = measure(Drive(tmp_path, reader), places, seconds=0.4)
     reader.close()
     assert time.perf_counter() - started < 1.5
@@ -117,7 +117,7 @@ def test_refused_direct_reads_are_not_measured(places, tmp_path):
             raise OSError(errno.EINVAL, "Invalid argument")
         return os.preadv(descriptor, *call)
 
-    reader = Reader(refuse)
+    reader = FileReader(refuse)
     arms = measure(Drive(tmp_path, reader), places, seconds=0.1)
     reader.close()
     assert {arm.mode for arm in arms} == {"buffered"}
@@ -290,7 +290,7 @@ def test_many_threads_and_a_drive_that_breaks(mirror, monkeypatch, broken):
             is_met.wait(30)  # the good copy is busy until somebody asks the other
         return os.preadv(descriptor, *call)
 
-    reader = Reader(preadv)
+    reader = FileReader(preadv)
     config, family = read_config(FIXTURES / NAME)
     disk = ExpertDisk(config, family, read_index(FIXTURES / NAME), reader)
     disk.add_mirror(mirror)

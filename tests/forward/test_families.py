@@ -105,14 +105,19 @@ def test_a_token_gets_the_same_bits_in_any_company(load, name):
 
 MISTAKES = {  # what a wrong reading of config.json would do, on the fixture that shows it
     "mixtral": [dict(normalize_weights=False), dict(rope_interleaved=True), dict(router="sigmoid")],
-    "qwen3_moe": [dict(normalize_weights=False), dict(windows=(0, 0, 20, 0))],
+    "qwen3_moe": [dict(normalize_weights=False), dict(sliding_windows=(0, 0, 20, 0))],
     "olmoe": [dict(normalize_weights=True), dict(num_active_experts=3)],
     "glm4_moe": [dict(rope_interleaved=True), dict(routed_scaling=1.0), dict(nope_head_dim=0, rope_head_dim=16)],
     "deepseek_v3": [dict(num_groups=1, num_active_groups=1), dict(rope_interleaved=False)],
     "deepseek_v3_yarn": [dict(score_factor=1.0), dict(factor=1.0), dict(rope_interleaved=True)],
     "deepseek_v32": [dict(index_rope_interleaved=True), dict(index_topk=48), dict(score_factor=1.0)],
     "glm4_moe_lite": [dict(routed_scaling=1.0), dict(num_shared_experts=0)],
-    "gpt_oss": [dict(windows=(0,) * 4), dict(windows=(17, 0, 17, 0)), dict(gate_limit=1e3), dict(gate_alpha=1.0)],
+    "gpt_oss": [
+        dict(sliding_windows=(0,) * 4),
+        dict(sliding_windows=(17, 0, 17, 0)),
+        dict(swiglu_limit=1e3),
+        dict(swiglu_alpha=1.0),
+    ],
 }
 
 
@@ -257,27 +262,27 @@ def test_an_mtp_layer_made_of_the_last_one_drafts_and_changes_nothing(load, tmp_
 def test_costs_are_those_of_the_weights(load, name):
     """The cost model counts the matrices there are; a prompt costs what its tokens do; KV bytes are what is there."""
     loaded = load(FIXTURES / name)
-    config, resident = loaded.config, loaded.resident
+    config, dense = loaded.config, loaded.dense
     chooses = [".wq_b.", ".indexer.weights_proj."]
-    apart = (resident.embed_name, resident.head_name)
+    apart = (dense.embed_name, dense.head_name)
     counted = sum(
         stored.rows * stored.columns
-        for stored in resident.matrices
+        for stored in dense.matrices
         if stored.name not in apart and not any(part in stored.name for part in chooses)
     )
     routers = len(config.sparse_layers) * config.num_experts * config.hidden_size
     place = loaded.disk.places[config.sparse_layers[0], 0]
     of_expert = sum(piece.rows * piece.columns for piece in place.pieces)
     experts = len(config.sparse_layers) * config.num_active_experts * of_expert
-    assert cost.matrix_weights(config, resident.has_indexer) == counted + routers + experts
+    assert cost.matrix_weights(config, dense.has_indexer) == counted + routers + experts
     for length in (1, 13, 40):
         head = 2 * config.vocab_size * config.hidden_size
-        tokens = [cost.decode_flops(config, context, resident.has_indexer) - head for context in range(1, length + 1)]
-        assert cost.prefill_flops(config, length, resident.has_indexer) == sum(tokens) + head
+        tokens = [cost.decode_flops(config, context, dense.has_indexer) - head for context in range(1, length + 1)]
+        assert cost.prefill_flops(config, length, dense.has_indexer) == sum(tokens) + head
     kv = make_kv_cache(config, 50)
     assert kv.num_bytes == 4 * sum(tensor.numel() for tensor in kv.tensors)
     of_mtp = sum(config.kv_widths) + (config.index_head_dim if config.indexer_types else 0)
-    assert 50 * (cost.kv_bytes_stored(config, resident.has_indexer) + 4 * of_mtp) == kv.num_bytes
+    assert 50 * (cost.kv_bytes_stored(config, dense.has_indexer) + 4 * of_mtp) == kv.num_bytes
 
 
 # --- conversion -------------------------------------------------------------------------------------------------------
@@ -376,7 +381,7 @@ def test_any_value_under_any_key_is_taken_or_refused(name):
             return super().get(key, *default)
 
     family = import_module(f"snapshot.families.{original['model_type']}").FAMILY
-    family.read_config(ConfigFields(Recording(original), "config.json"))
+    family.parse_config(ConfigFields(Recording(original), "config.json"))
     rope, numbers = original["rope_parameters"], 0
     yarn = ("type", "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
     yarn += ("attention_factor", "truncate", "rope_theta", "rope_type", "partial_rotary_factor")
@@ -384,7 +389,7 @@ def test_any_value_under_any_key_is_taken_or_refused(name):
     changes += [{"rope_parameters": rope | {key: value}} for key in yarn for value in ODD]
     for fields in changes:
         try:
-            config = family.read_config(ConfigFields(original | fields, "config.json"))
+            config = family.parse_config(ConfigFields(original | fields, "config.json"))
             assert len(config.rope.frequencies) == config.rope_head_dim // 2
             numbers += 1
         except Refused as error:
@@ -412,7 +417,7 @@ def test_what_gpt_oss_means_where_it_says_nothing(tmp_path):
         del config[key]
     (tmp_path / "config.json").write_text(json.dumps(config))
     c, _ = read_config(tmp_path)
-    assert c.windows == (128, 0, 128, 0) and (c.gate_limit, c.gate_alpha, c.qk_head_dim) == (7.0, 1.702, 64)
+    assert c.sliding_windows == (128, 0, 128, 0) and (c.swiglu_limit, c.swiglu_alpha, c.qk_head_dim) == (7.0, 1.702, 64)
     assert c.rope.factor == pytest.approx(0.1 * math.log(32) + 1)
     # The quickest pair turns more than 32 times over 4,096 positions and stays, the slowest less than once.
     assert c.rope.frequencies[0] == 1 and c.rope.frequencies[-1] == pytest.approx(150000.0 ** (-62 / 64) / 32)

@@ -106,7 +106,7 @@ def test_dsa_selections(name, oracle_folder, load, monkeypatch):
 
     monkeypatch.setattr(forward.attention.mla, "select", recording)
     all_logits(model, ref["seq"])
-    full = [str(i) for i in range(model.config.num_layers) if model.config.layer_is_full(i)]
+    full = [str(i) for i in range(model.config.num_layers) if model.config.has_own_indexer(i)]
     assert full == [layer for layer in ref["dsa_selected"] if int(layer) < model.config.num_layers]
     for layer in full:
         for position, expected in ref["dsa_selected"][layer].items():

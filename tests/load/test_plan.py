@@ -34,7 +34,7 @@ def test_cap_0_takes_what_the_budget_allows(load, monkeypatch):
 
 def test_what_does_not_fit_is_refused_with_need_and_have(load, monkeypatch):
     reads = []
-    monkeypatch.setattr("snapshot.reader.Reader.read_into", lambda *rest: reads.append(rest))
+    monkeypatch.setattr("snapshot.reader.FileReader.read_into", lambda *rest: reads.append(rest))
     with pytest.raises(Refused, match=r"need 0\.\d+ GB with one expert slot per layer and CTX=2048, have 0\.010 GB"):
         load(SNAPSHOT, RAM_GB=0.01)
     with pytest.raises(Refused, match=r"with cap 8 .* raise RAM_GB"):

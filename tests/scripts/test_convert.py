@@ -23,10 +23,10 @@ from load import model as load_module
 from scripts import convert
 from settings import Settings
 from snapshot.config import read_config
-from snapshot.dense import DenseTensors, read_tensor, read_weight
+from snapshot.dense import DenseTensors, read_float_tensor, read_stored_weight
 from snapshot.formats import StoredWeight
 from snapshot.index import read_header, read_index
-from snapshot.reader import Reader
+from snapshot.reader import FileReader
 from tests.conftest import FIXTURES, ORACLES, ROOT, read_json, reference, write_fused
 from tests.forward.test_forward import all_logits, check, greedy
 
@@ -46,14 +46,16 @@ def contents(folder):
 def dequantized(container, out):
     """The same model with every matrix widened to F32, under its own names."""
     config, family = read_config(container)
-    index, reader, tensors = read_index(container), Reader(), {}
-    resident, disk = DenseTensors(config, family, index), ExpertDisk(config, family, index, reader)
-    for name, stored in resident.stored.items():
+    index, reader, tensors = read_index(container), FileReader(), {}
+    dense, disk = DenseTensors(config, family, index), ExpertDisk(config, family, index, reader)
+    for name, stored in dense.stored.items():
         is_matrix = isinstance(stored, StoredWeight)
-        tensors[name] = read_weight(reader, stored).dequantize().clone() if is_matrix else read_tensor(reader, stored)
+        tensors[name] = (
+            read_stored_weight(reader, stored).dequantize().clone() if is_matrix else read_float_tensor(reader, stored)
+        )
     for layer, expert in disk.places:
         for stored in disk.matrices(layer, expert):
-            tensors[stored.name] = read_weight(reader, stored).dequantize().clone()
+            tensors[stored.name] = read_stored_weight(reader, stored).dequantize().clone()
     reader.close()
     out.mkdir()
     safetensors.torch.save_file(tensors, out / "model.safetensors")
@@ -85,7 +87,7 @@ def test_sixteen_bits_are_the_source_itself(tmp_path, load, oracle_folder, name)
     bits = [word for role in ("experts", "dense", "embeddings", "mtp") for word in (f"--{role}", 16)]
     assert run(oracle_folder(name), tmp_path / "out", "--verify", *bits) == 0
     before, after = read_index(oracle_folder(name)), read_index(tmp_path / "out")
-    reader = Reader()
+    reader = FileReader()
     for entry in before.entries.values():
         copy = after.entries[entry.name]
         assert (copy.dtype, copy.shape) == (entry.dtype, entry.shape)
@@ -123,7 +125,7 @@ def container(tmp_path_factory):
 
 def test_an_expert_is_one_aligned_read(container):
     config, family = read_config(container)
-    reader = Reader()
+    reader = FileReader()
     disk = ExpertDisk(config, family, read_index(container), reader, (*config.sparse_layers, config.num_layers))
     reader.close()
     assert len(disk.places) == (len(config.sparse_layers) + 1) * config.num_experts
@@ -147,7 +149,7 @@ def test_what_becomes_of_each_kind_of_tensor(container):
             continue
         at_eight = ("embed_tokens", "lm_head", "indexer", "layers.5.")
         expected = "int8-g64" if any(word in name for word in at_eight) else "int4-g64"
-        assert index.stamp(name) == expected and copy.dtype == "U8" and len(copy.shape) == 1
+        assert index.declared_format(name) == expected and copy.dtype == "U8" and len(copy.shape) == 1
         assert index.entries[name + ".qs"].dtype == "F16"
         fmt = FORMATS[expected]
         assert copy.num_bytes == entry.shape[0] * fmt.row_bytes(entry.shape[1])
@@ -156,7 +158,7 @@ def test_what_becomes_of_each_kind_of_tensor(container):
 
 def test_files_are_ordinary_safetensors(container):
     """The library reads every tensor, at the bytes where the engine reads it."""
-    reader = Reader()
+    reader = FileReader()
     for path in container.glob("*.safetensors"):
         entries, metadata = read_header(path)
         tensors = safetensors.torch.load_file(path)
@@ -439,7 +441,7 @@ def test_a_container_is_not_quantized_twice(container, tmp_path, capsys):
     """As few bits already: copied as it is, and only laid out anew."""
     assert run(container, tmp_path / "again", "--verify") == 0
     before, after = read_index(container), read_index(tmp_path / "again")
-    reader = Reader()
+    reader = FileReader()
     for name, entry in before.entries.items():
         if not name.startswith("padding."):
             copy = after.entries[name]
@@ -449,7 +451,7 @@ def test_a_container_is_not_quantized_twice(container, tmp_path, capsys):
             assert data[0] == data[1]
     reader.close()
     assert run(container, tmp_path / "fewer", "--experts", 2, "--verify") == 0
-    assert read_index(tmp_path / "fewer").stamp("model.layers.2.mlp.experts.0.up_proj.weight") == "int2-g64"
+    assert read_index(tmp_path / "fewer").declared_format("model.layers.2.mlp.experts.0.up_proj.weight") == "int2-g64"
 
 
 def test_a_container_of_the_c_engine_is_laid_out_anew(tmp_path, load):

@@ -10,10 +10,10 @@ import torch
 
 from errors import Refused
 from kernels.formats import FORMATS, GROUPS
-from snapshot.dense import read_weight
-from snapshot.formats import find_weight
-from snapshot.index import STAMP, read_index
-from snapshot.reader import Reader
+from snapshot.dense import read_stored_weight
+from snapshot.formats import find_stored_weight
+from snapshot.index import FORMATS_KEY, read_index
+from snapshot.reader import FileReader
 from tests.conftest import FIXTURES, reference
 from tests.forward.test_forward import all_logits
 
@@ -74,10 +74,10 @@ def c_tensors(name, matrix, bits, group=None, scale_dtype=torch.float32):
 
 def read(folder, shape, name=NAME):
     """-> (format, values) of a matrix, as the engine reads it."""
-    reader = Reader()
+    reader = FileReader()
     try:
-        stored = find_weight(read_index(folder), name, shape)
-        return stored.format.name, read_weight(reader, stored).dequantize()
+        stored = find_stored_weight(read_index(folder), name, shape)
+        return stored.format.name, read_stored_weight(reader, stored).dequantize()
     finally:
         reader.close()
 
@@ -108,7 +108,7 @@ def test_a_stamp_decides_where_byte_counts_do_not(tmp_path):
     safetensors.torch.save_file(tensors, tmp_path / "out-00000.safetensors")
     assert read(tmp_path, (5, 160))[0] == "int4-g96"
     for key in (NAME, "model.layers.0.", "model.layers.0.self_attn."):
-        stamp = {STAMP: json.dumps({key: "int4-g128", "model.": "int4-g96"})}
+        stamp = {FORMATS_KEY: json.dumps({key: "int4-g128", "model.": "int4-g96"})}
         safetensors.torch.save_file(tensors, tmp_path / "out-00000.safetensors", stamp)
         found, widened = read(tmp_path, (5, 160))
         assert found == "int4-g128" and torch.equal(widened, values)
@@ -129,7 +129,7 @@ def test_fp8_as_published_and_in_a_container(tmp_path):
     one = {NAME: matrix[:1, :128].contiguous().view(torch.uint8).flatten(), NAME + ".qs": torch.ones(1)}
     safetensors.torch.save_file(one, tmp_path / "a.safetensors")
     assert read(tmp_path, (1, 128))[0] == "int8-row"
-    safetensors.torch.save_file(one, tmp_path / "a.safetensors", {STAMP: json.dumps({NAME: "fp8-b128"})})
+    safetensors.torch.save_file(one, tmp_path / "a.safetensors", {FORMATS_KEY: json.dumps({NAME: "fp8-b128"})})
     assert read(tmp_path, (1, 128))[0] == "fp8-b128"
 
 
@@ -155,7 +155,7 @@ def test_what_fits_no_format_is_refused_by_name(tmp_path, tensors, stamp, messag
     made = {
         NAME if key == NAME else NAME + key: torch.ones(size, dtype=dtype) for key, (size, dtype) in tensors.items()
     }
-    safetensors.torch.save_file(made, tmp_path / "a.safetensors", {STAMP: json.dumps(stamp)} if stamp else None)
+    safetensors.torch.save_file(made, tmp_path / "a.safetensors", {FORMATS_KEY: json.dumps(stamp)} if stamp else None)
     if message is None:
         assert read(tmp_path, (5, 192))[0] == "int4-g96"
         return
@@ -188,10 +188,10 @@ def test_fp8_without_its_scales_or_with_others(tmp_path, scales):
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"a": 1}', '{"a": "x", "a": "y"}', "\ud800"])
 def test_a_stamp_that_is_no_table_is_refused(tmp_path, text):
-    header = {"__metadata__": {STAMP: text}, NAME: {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}
+    header = {"__metadata__": {FORMATS_KEY: text}, NAME: {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}
     data = json.dumps(header).encode()
     (tmp_path / "a.safetensors").write_bytes(len(data).to_bytes(8, "little") + data + bytes(4))
-    with pytest.raises(Refused, match=rf"a\.safetensors: {STAMP} of the metadata"):
+    with pytest.raises(Refused, match=rf"a\.safetensors: {FORMATS_KEY} of the metadata"):
         read_index(tmp_path)
 
 

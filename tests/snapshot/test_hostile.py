@@ -229,7 +229,7 @@ def test_every_key_of_a_config_absent_or_odd(folder):
             asked.add(key)
             return super().get(key, *default)
 
-    normal = glm_moe_dsa.read_config(ConfigFields(Recording(CONFIG), "config.json"))
+    normal = glm_moe_dsa.parse_config(ConfigFields(Recording(CONFIG), "config.json"))
     assert asked <= {*KEYS} | {"type"}
     rope = CONFIG["rope_parameters"]
     for value in [value for value in FIXED if value not in ("@digits", "@deep")]:

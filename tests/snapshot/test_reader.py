@@ -17,7 +17,7 @@ from machine.arena import Arena
 from snapshot import reader as reader_module
 from snapshot.config import read_config
 from snapshot.index import TensorEntry, read_index
-from snapshot.reader import O_DIRECT, PAGE, Reader, page_end
+from snapshot.reader import O_DIRECT, PAGE, FileReader, align_to_page
 from tests.conftest import FIXTURES
 
 CANARY = 0xA5
@@ -35,9 +35,9 @@ def file(tmp_path_factory):
 @pytest.fixture(scope="module")
 def direct_works(file):
     """Skip where the file system has no direct reads."""
-    reader = Reader()
+    reader = FileReader()
     reader.read_direct(file, 0, pages(PAGE), PAGE, "")
-    works = reader.takes_direct(file)
+    works = reader.can_read_direct(file)
     reader.close()
     if not works:
         pytest.skip("the file system of the temporary folder refuses O_DIRECT")
@@ -79,7 +79,7 @@ class Faults:
 @pytest.mark.parametrize("folder", sorted(path.parent.name for path in FIXTURES.glob("*/model.safetensors")))
 def test_direct_and_buffered_reads_of_every_fixture(folder, direct_works):
     config, family = read_config(FIXTURES / folder)
-    reader = Reader()
+    reader = FileReader()
     disk = ExpertDisk(config, family, read_index(FIXTURES / folder), reader)
     drive, data = disk.drives.all[0], (FIXTURES / folder / "model.safetensors").read_bytes()
     for (layer, expert), place in disk.places.items():
@@ -117,7 +117,7 @@ def layouts(draw):
 @given(layouts())
 def test_any_layout(file, layout):
     place = lay_out([make_matrix(file, data, scales) for data, scales in layout])
-    reader = Reader()
+    reader = FileReader()
     try:
         for mode in ("buffered", "direct"):
             buffer = pages(place.num_bytes)
@@ -136,15 +136,15 @@ def test_any_layout(file, layout):
     for run in place.runs:
         assert run.at % PAGE == (run.offset % PAGE if run.is_congruent else 0)
     for run, after in pairwise(place.runs):
-        assert page_end(run.at + run.num_bytes) <= after.at // PAGE * PAGE
-    assert place.num_bytes == page_end(place.runs[-1].at + place.runs[-1].num_bytes)
+        assert align_to_page(run.at + run.num_bytes) <= after.at // PAGE * PAGE
+    assert place.num_bytes == align_to_page(place.runs[-1].at + place.runs[-1].num_bytes)
 
 
 def test_numbers_across_their_own_size_are_laid_out_straight(file):
     """A float at an odd offset of the file: its place in memory is not, so it is read buffered."""
     place = lay_out([make_matrix(file, (0, 101, "U8"), (101, 40, "F32"))])
     assert [(run.at, run.is_congruent) for run in place.runs] == [(0, True), (PAGE, False)]
-    reader, buffer = Reader(), pages(place.num_bytes)
+    reader, buffer = FileReader(), pages(place.num_bytes)
     Drive(file.parent, reader, DriveSpeed("direct")).read(place, buffer, "")
     reader.close()
     assert buffer[:101] == DATA[:101] and buffer[PAGE : PAGE + 40] == DATA[101:141]
@@ -152,7 +152,7 @@ def test_numbers_across_their_own_size_are_laid_out_straight(file):
 
 def test_a_buffer_that_begins_inside_a_page_is_read_buffered(file):
     place = lay_out([make_matrix(file, (100, 200, "U8"), (300, 40, "F16"))])
-    reader, buffer = Reader(), pages(place.num_bytes + 64)[64:]
+    reader, buffer = FileReader(), pages(place.num_bytes + 64)[64:]
     Drive(file.parent, reader, DriveSpeed("direct")).read(place, buffer, "")
     assert buffer[100:340] == DATA[100:340] and all(flags == 0 for _, flags in reader.descriptors)
     reader.close()
@@ -169,7 +169,7 @@ def read(path, reader, mode, offset=100, num_bytes=2 * PAGE):
             reader.read_into(path, offset, buffer, "tensor x")
             return bytes(buffer)
         before = offset % PAGE
-        buffer = pages(page_end(before + num_bytes))
+        buffer = pages(align_to_page(before + num_bytes))
         reader.read_direct(path, offset - before, buffer, before + num_bytes, "tensor x")
         return bytes(buffer[before : before + num_bytes])
     finally:
@@ -180,15 +180,15 @@ def read(path, reader, mode, offset=100, num_bytes=2 * PAGE):
 def test_short_reads(file, mode):
     for size in (1, 2, 99, 100, 101, 511, 512, 4095, 4096, 4097, 8191, 8192, 8291, 8292):
         faults = Faults(*[size] * 3 * PAGE)
-        assert read(file, Reader(faults), mode) == DATA[100 : 100 + 2 * PAGE]
+        assert read(file, FileReader(faults), mode) == DATA[100 : 100 + 2 * PAGE]
 
 
 @pytest.mark.parametrize("mode", ["buffered", "direct"])
 def test_errors_that_pass(file, mode):
-    for error in reader_module.TRANSIENT:
+    for error in reader_module.TRANSIENT_ERRORS:
         for times in (1, 2):
             faults = Faults(*[-error] * times, 5, -error)  # and again in the middle
-            assert read(file, Reader(faults), mode) == DATA[100 : 100 + 2 * PAGE]
+            assert read(file, FileReader(faults), mode) == DATA[100 : 100 + 2 * PAGE]
 
 
 @pytest.mark.parametrize("mode", ["buffered", "direct"])
@@ -199,7 +199,7 @@ def test_errors_that_stay(file, mode, error, calls):
     at = 100 if mode == "buffered" else 0
     problem = rf"data: {os.strerror(error)} \(errno {error}\) at byte {at}, reading tensor x"
     with pytest.raises(Refused, match=problem):
-        read(file, Reader(faults), mode)
+        read(file, FileReader(faults), mode)
     assert faults.calls == calls
 
 
@@ -207,15 +207,15 @@ def test_pauses_are_short():
     assert len(PAUSES) == 2 and 0 < sum(PAUSES) < 1
 
 
-@pytest.mark.parametrize("error", reader_module.REFUSALS)
+@pytest.mark.parametrize("error", reader_module.DIRECT_UNSUPPORTED)
 def test_direct_reads_that_are_refused_are_buffered(file, error):
     """Whether the file system says so when the file is opened or when it is read, and only once for a file."""
     faults = Faults(direct_fails=error)
-    reader = Reader(faults)
+    reader = FileReader(faults)
     buffer = pages(PAGE)
     for _ in range(3):
         reader.read_direct(file, 0, buffer, PAGE, "")
-    assert buffer == DATA[:PAGE] and not reader.takes_direct(file)
+    assert buffer == DATA[:PAGE] and not reader.can_read_direct(file)
     assert faults.calls == (4 if O_DIRECT else 3)
     reader.close()
 
@@ -224,9 +224,9 @@ def test_a_system_without_direct_reads(file, monkeypatch):
     """macOS has no O_DIRECT, and no posix_fadvise."""
     monkeypatch.setattr(reader_module, "O_DIRECT", 0)
     monkeypatch.delattr(os, "posix_fadvise", raising=False)
-    reader = Reader()
-    reader.forget(file, 0, PAGE)
-    assert not reader.takes_direct(file)
+    reader = FileReader()
+    reader.drop_cached(file, 0, PAGE)
+    assert not reader.can_read_direct(file)
     assert read(file, reader, "direct") == DATA[100 : 100 + 2 * PAGE]
 
 
@@ -234,14 +234,14 @@ def test_a_system_without_direct_reads(file, monkeypatch):
 def test_the_end_of_a_file(file, mode):
     """The last page is not whole: its bytes come all the same; past them it is the file that is too short."""
     end = len(DATA)
-    assert read(file, Reader(), mode, end - 5000, 5000) == DATA[-5000:]
+    assert read(file, FileReader(), mode, end - 5000, 5000) == DATA[-5000:]
     with pytest.raises(Refused, match=f"data: ends at byte {end}, inside tensor x; download it again"):
-        read(file, Reader(), mode, end - 5000, 5001)
+        read(file, FileReader(), mode, end - 5000, 5001)
 
 
 @pytest.mark.parametrize("mode", ["buffered", "direct"])
 def test_a_file_that_is_cut_or_replaced_by_a_shorter_one(tmp_path, mode):
-    path, buffer, reader = tmp_path / "data", pages(PAGE), Reader()
+    path, buffer, reader = tmp_path / "data", pages(PAGE), FileReader()
     path.write_bytes(DATA)
     get = reader.read_direct if mode == "direct" else lambda *a: reader.read_into(*a[:3], a[4])
     get(path, 0, buffer, PAGE, "tensor x")
@@ -258,4 +258,4 @@ def test_a_file_that_is_cut_or_replaced_by_a_shorter_one(tmp_path, mode):
 
 def test_a_file_that_is_gone(tmp_path):
     with pytest.raises(Refused, match=r"gone: No such file or directory \(errno 2\) at byte 100, reading tensor x"):
-        read(tmp_path / "gone", Reader(), "buffered")
+        read(tmp_path / "gone", FileReader(), "buffered")

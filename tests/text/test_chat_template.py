@@ -120,7 +120,7 @@ def test_the_stretches_around_them_are_encoded_as_text_alone():
     _, ids = TOKENIZER.encode_chat([{"role": "user", "content": "a <|user|> b"}])
     inner = ids[3 : ids.index(TOKENIZER.encode("<|assistant|>")[0])]
     with TOKENIZER.lock:
-        assert inner == TOKENIZER.encode_plain("a <|user|> b")
+        assert inner == TOKENIZER.encode_as_text("a <|user|> b")
     assert TOKENIZER.encode("<|user|>") == [TOKENIZER.tokenizer.token_to_id("<|user|>")]  # as before
 
 
