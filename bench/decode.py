@@ -1,4 +1,4 @@
-"""A whole model in memory: tokens a second of warm decode and prefill, and where the time goes.
+"""Warm decode and prefill of a whole model in memory: tokens a second, MBU, and time by kernel and stage.
 
     make bench-decode             or     SNAP=/models/glm-5.2-int4 RAM_GB=20 python bench/decode.py [--prompt 512]
 
@@ -39,7 +39,7 @@ SYNTHETIC = Path(__file__).resolve().parents[1] / "dev" / "make_synthetic.py"
 READ_BYTES = 256 << 20
 OPERATIONS = [name for name, value in vars(dispatch).items() if inspect.isfunction(value) and hasattr(Native, name)]
 CONTEXT = 1024
-TIER_TURNS = 12
+CACHE_TURNS = 12
 
 
 class Clocked:
@@ -62,8 +62,8 @@ class Clocked:
 
 
 def weight_bytes(model):
-    """Bytes of all weights that one token reads, and its multiplications: each matrix but the embedding once, of the
-    routed experts those of one token."""
+    """-> (bytes of all weights that one token reads, its multiplications): each matrix but the embedding once, and the
+    routed experts of one token."""
     matrices, c = [], model.config
     for layer, weights in enumerate(model.weights.layers):
         attention = weights.attention
@@ -84,7 +84,7 @@ def weight_bytes(model):
 
 
 def repeat(work, seconds=4.0, least=5):
-    """Seconds of one call, of many."""
+    """Seconds of each of many calls."""
     times, until = [], time.perf_counter() + seconds
     while len(times) < least or time.perf_counter() < until:
         started = time.perf_counter()
@@ -93,8 +93,8 @@ def repeat(work, seconds=4.0, least=5):
     return times
 
 
-class AllThere:
-    """Experts as they are when all are in memory and nobody asks who stays: what the expert tier is compared with."""
+class AllCached:
+    """Expert lookup without eviction policy or prefetch, for a model whose experts are all cached: the baseline."""
 
     def __init__(self, cache):
         self.cache, self.lookahead = cache, PrefetchController("0", 1)
@@ -108,14 +108,14 @@ class AllThere:
         yield self.batch[start:stop]
 
 
-def print_tier(model, decode):
-    """A warm decode with the expert tier, and without it, by turns."""
-    bare, times = replace(model, experts=AllThere(model.experts)), {}
-    for _ in range(TIER_TURNS):
+def print_cache_overhead(model, decode):
+    """Print the time of a warm decode with the expert cache and with AllCached, by turns."""
+    bare, times = replace(model, experts=AllCached(model.experts)), {}
+    for _ in range(CACHE_TURNS):
         for one in (model, bare):
             times.setdefault(one is bare, []).extend(repeat(lambda one=one: decode(one), 0.5, least=1))
     mine, plain = (statistics.median(times[key]) for key in (False, True))
-    print(f"the expert tier, all in memory: {mine * 1e3:.2f} ms a token, without it {plain * 1e3:.2f}: "
+    print(f"the expert cache, all in memory: {mine * 1e3:.2f} ms a token, without it {plain * 1e3:.2f}: "
           f"{mine / plain - 1:+.1%}")  # fmt: skip
 
 
@@ -139,7 +139,7 @@ def run(folder, prompt):
         kv.trim(64)
 
     decode()
-    print_tier(model, decode)
+    print_cache_overhead(model, decode)
     model.experts.reset_counters()
     model.profile.reset()
     dispatch.candidates[0] = clocked = Clocked(native)

@@ -1,7 +1,7 @@
-"""What a machine could do at best: measured for a processor, its memory and its drives, by name for an accelerator.
+"""Peak FLOP/s and bandwidth of a machine: measured for processor, memory and drives, by name for an accelerator.
 
 Names are compared word by word, so that L40 is not L4 and A4000 not A40. An entry fits a name that has all its words,
-and none that makes another product of it (laptop, ti, a slice of a card): what is not known gets no number. The numbers
+and none that names another product (laptop, ti, a slice of a card): unknown devices get no number. The numbers
 are those of the vendors' data sheets, of dense bf16, without sparsity.
 """
 
@@ -67,7 +67,7 @@ PEAKS = {
     "rtx 4090": (165.2e12, 1.008e12),
     "rtx 3090": (71e12, 936e9),
 }
-# With one of these a name means another product, unless the entry has it too.
+# A name with one of these words is another product, unless the entry has the word too.
 VARIANTS = {"laptop", "mobile", "max", "q", "ti", "super", "d", "sff", "ada", "pro", "quadro", "mig", "nvl", "pcie"}
 
 
@@ -84,7 +84,7 @@ def find_peaks(name):
 
 @dataclass(frozen=True)
 class Peaks:
-    """FLOP/s and bytes/s at best, None where not known, and where the numbers come from."""
+    """Peak FLOP/s and bytes/s, None where unknown, and the sources of both numbers."""
 
     flops: float | None
     bandwidth: float | None
@@ -93,7 +93,7 @@ class Peaks:
 
 
 def best_seconds(work):
-    """The least time that one call took, of many."""
+    """Minimum seconds of one call, over many."""
     best, end = math.inf, time.perf_counter() + MEASURE_SECONDS
     while time.perf_counter() < end or best == math.inf:
         started = time.perf_counter()
@@ -131,7 +131,7 @@ def measure_flops(threads):
 
 
 def find_machine_peaks(threads, name=None, flops=None, bandwidth=None):
-    """-> Peaks: what is given, else what the table says of a device's name, else what is measured."""
+    """-> Peaks: given numbers, else those of the table for a device's name, else measured ones."""
     if name is not None:
         of_table = find_peaks(name)
         arithmetic, memory = ((value, "table, by the device's name") for value in of_table)
@@ -147,7 +147,7 @@ def find_machine_peaks(threads, name=None, flops=None, bandwidth=None):
 
 
 def measure_drives(disk):
-    """Bytes/s that plain reads of experts get past the page cache, the best of some depths; of all drives together."""
+    """Bytes/s of plain reads of experts past the page cache, at the best of some queue depths; all drives together."""
     size, places = disk.max_expert_bytes, list(disk.places.values())
     arena = Arena(max(DEPTHS) * size)
     buffers = [memoryview(arena.memory)[i * size : (i + 1) * size] for i in range(max(DEPTHS))]
@@ -165,13 +165,13 @@ def measure_drives(disk):
 
 
 def reset_peak():
-    """Have the system count the most memory anew, where it can (Linux)."""
+    """Reset the peak memory that the system counts, where it can (Linux)."""
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 
 
 def peak_memory():
-    """The most bytes the process held since reset_peak, or ever where that is not to be had."""
+    """Peak bytes of the process since reset_peak, or since its start where the system cannot reset."""
     try:
         [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:")]
         return int(line.split()[1]) * 1024

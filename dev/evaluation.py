@@ -1,8 +1,8 @@
-"""What an evaluation asks of a model: log-likelihoods of continuations and of whole texts, answers up to a stop string.
+"""Evaluation requests to a model: log-likelihoods of continuations and whole texts, answers up to a stop string.
 
 Texts are encoded as SCORE encodes them, so the numbers are those of SCORE; requests with the same context are computed
 together (generate/score.py). Answers are generated KV_SLOTS at a time (generate/scheduler.py), and a shared prefix is
-prefilled once. What does not fit CTX is cut on the left, and said.
+prefilled once. Texts that do not fit CTX are truncated on the left, with a notice.
 """
 
 import queue
@@ -19,13 +19,13 @@ from text.detokenizer import Detokenizer
 from text.prompt import all_stop_ids, positions_needed
 
 PROGRESS_SECONDS = 5.0
-DEFAULT_ANSWER = 256  # tokens, where a task says nothing; that is lm_eval's own
-LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # its names, the first one wins
+DEFAULT_ANSWER = 256  # tokens, where a task gives no length; the default of lm_eval
+LENGTH_KEYS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # the first one wins
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluationOptions:
-    """How an answer is generated. The text before the first of the `until` strings is the answer."""
+    """Sampling parameters of an answer, which ends before the first of the `until` strings."""
 
     until: tuple[str, ...] = ()
     max_tokens: int = DEFAULT_ANSWER
@@ -35,11 +35,11 @@ class EvaluationOptions:
 
     @staticmethod
     def read(kwargs):
-        """A task's generation_kwargs -> Options. Refused for what would change the answer and is not known."""
+        """A task's generation_kwargs -> EvaluationOptions. Refused for unknown keys, which might change the answer."""
         kwargs = dict(kwargs)
         until = kwargs.pop("until", None) or []
         until = [until] if isinstance(until, str) else until
-        lengths = [kwargs.pop(name, None) for name in LENGTHS]
+        lengths = [kwargs.pop(name, None) for name in LENGTH_KEYS]
         max_tokens = next((int(length) for length in lengths if length is not None), DEFAULT_ANSWER)
         temperature = float(kwargs.pop("temperature", 0.0) or 0.0)
         samples = kwargs.pop("do_sample", None)
@@ -58,7 +58,7 @@ class EvaluationOptions:
 
 
 class Evaluation:
-    """A snapshot whose headers are read; `load` brings the model, which everything but encoding needs."""
+    """Evaluation of one snapshot. Encoding needs its headers alone, everything else the model that `load` sets."""
 
     def __init__(self, settings, opened):
         self.settings, self.context = settings, opened.context
@@ -66,21 +66,22 @@ class Evaluation:
         self.tokenizer = self.reader.tokenizer
         if self.tokenizer is None:
             raise Refused(f"{opened.folder}: has no tokenizer.json; an evaluation is made of texts")
-        # In front of every text, cut or not, stands the family's prefix.
+        # Every text begins with the family's prefix, truncated or not.
         self.prefix = self.reader.prefix.ids
         self.start = self.prefix or first_token(self.tokenizer, opened)  # stands for an empty context
         self.stop_ids = all_stop_ids(opened.config, self.tokenizer)
-        self.num_cut = self.all_cut = 0  # texts that were cut on the left: since the last word about it, and in all
+        self.num_cut = 0  # texts truncated on the left since the last notice
+        self.all_cut = 0  # and since the start
         self.loaded = None
 
     def load(self, loaded):
-        """Its plan says how many KV caches there may be at once."""
+        """Set the loaded model, whose memory plan gives the number of KV caches."""
         self.loaded = loaded
 
     # --- texts -> ids -------------------------------------------------------------------------------------------------
 
     def pair(self, context, continuation):
-        """Two texts -> Request, of at most CTX + 1 ids. An empty context is the prefix, or else one token."""
+        """Two texts -> ScoreRequest of at most CTX + 1 ids. An empty context becomes the prefix, or else one token."""
         if context:
             context_ids, ids = self.reader.encode_pair(context, continuation)
         else:
@@ -90,7 +91,7 @@ class Evaluation:
         return ScoreRequest(tuple(self.fit(context_ids, self.context + 1 - len(ids), "continuation")), tuple(ids))
 
     def fit(self, ids, room, what):
-        """A context -> at most `room` ids: the prefix, and what stands nearest to its end."""
+        """A context -> at most `room` ids: the prefix, and the last tokens of the context."""
         ids = list(self.reader.prefix.prepend(ids) or self.start)
         least = max(len(self.prefix), 1)
         if room < least:
@@ -102,7 +103,7 @@ class Evaluation:
         return self.prefix + ids[len(ids) - kept :]
 
     def windows(self, text):
-        """A whole text -> Requests that score each of its tokens once. Where it is longer than CTX every window but the
+        """A whole text -> ScoreRequests that score each of its tokens once. If longer than CTX, every window but the
         first begins with the last token of the one before, and the last one is as long as the others."""
         ids = self.tokenizer.encode(text)
         if ids[: len(self.start)] == self.start:
@@ -148,7 +149,7 @@ class Evaluation:
     # --- answers ------------------------------------------------------------------------------------------------------
 
     def generate(self, requests):
-        """[(context, Options), ...] -> texts. The same request asked again is sampled anew."""
+        """[(context, EvaluationOptions), ...] -> texts. A repeated request is sampled with another seed."""
         prompts, rows, asked = [], [], {}
         for context, options in requests:
             room = self.context - positions_needed(0, options.max_tokens)
@@ -159,7 +160,7 @@ class Evaluation:
         readers, progress = queue.SimpleQueue(), EvaluationProgress("generate", len(requests))
         scheduler, answers = Scheduler(self.loaded, max_queue=len(requests)), {}
         try:
-            # Those that begin alike come one after the other: the beginning is read in once.
+            # Sorted, so that requests with a shared prefix follow each other and reuse its KV cache.
             for index in sorted(range(len(requests)), key=lambda index: prompts[index]):
                 options = requests[index][1]
                 reader = AnswerReader(index, self.tokenizer, options.until, readers)
@@ -187,7 +188,7 @@ class Evaluation:
 
     def render_chat(self, messages, add_generation_prompt=True):
         """Messages -> the text of the snapshot's chat template. Without a generation prompt the last message is one
-        that goes on: what the template puts after it is cut off."""
+        to be continued: the text that the template appends is removed."""
         text = self.tokenizer.render_chat(messages, self.settings.think, add_generation_prompt=add_generation_prompt)
         if add_generation_prompt:
             return text
@@ -201,7 +202,7 @@ class Evaluation:
 
 
 class AnswerReader:
-    """Listens to one answer: its text up to the first of the `until` strings, with which the work on it ends."""
+    """Listener of one answer: collects its text and cancels the job at the first of the `until` strings."""
 
     def __init__(self, index, tokenizer, until, done):
         self.index, self.until, self.done = index, until, done
@@ -229,7 +230,7 @@ def cut_at(text, until):
 
 
 def first_token(tokenizer, opened):
-    """What stands for an empty context where the family has no prefix: the declared bos_token, or else eos_token."""
+    """The id that stands for an empty context of a family without prefix: bos_token, or else eos_token."""
     for key in ("bos_token", "eos_token"):
         declared = tokenizer.tokenizer_config.get(key)
         declared = declared.get("content") if isinstance(declared, dict) else declared
@@ -245,11 +246,12 @@ class EvaluationProgress:
 
     def __init__(self, what, total):
         self.what, self.total, self.started = what, total, time.perf_counter()
-        self.said = self.started
+        self.last_notice = self.started
 
     def __call__(self, done):
         now = time.perf_counter()
-        if now - self.said > PROGRESS_SECONDS:
-            self.said, seconds = now, now - self.started
+        if now - self.last_notice > PROGRESS_SECONDS:
+            self.last_notice = now
+            seconds = now - self.started
             left = seconds / done * (self.total - done)
             say(f"[{self.what} {done}/{self.total} req | {seconds:.0f} s | {left:.0f} s left]")

@@ -51,7 +51,7 @@ Imports go one way: a product folder uses those above it in this list, never tho
 
 
 def files() -> list[str]:
-    """What git tracks or would track, without fixtures, models and empty files."""
+    """Source files that git tracks or would track, without fixtures."""
     command = ["git", "ls-files", "-co", "--exclude-standard"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")
     return sorted(p for p in set(listed) if p.endswith(SUFFIXES) and "/fixtures/" not in p and (ROOT / p).exists())

@@ -1,5 +1,4 @@
-"""Make the fixtures of model types that share their arithmetic with others but for a few numbers: tiny random models,
-and what transformers says of them.
+"""Make fixtures of model types that differ from others in a few numbers: tiny random models with transformers' outputs.
 
     pip install torch transformers==5.24.0
     OMP_NUM_THREADS=1 python dev/make_family_oracles.py [name ...]
@@ -89,7 +88,7 @@ def write_model(out: Path, config: dict, seed: int) -> None:
 
 @torch.no_grad()
 def run(model, ids: list[int], noise: torch.Tensor | float = 0.0) -> dict:
-    """One forward: logits, hidden states, and every decision: what each router and each indexer chose."""
+    """One forward pass -> logits, hidden states, and the choices of each router and each indexer."""
     seen = {"hidden": [], "routing": {}, "chosen": []}
     hooks = [model.model.embed_tokens.register_forward_hook(lambda *a: seen["hidden"].append(a[2][0] + noise))]
     for i, layer in enumerate(model.model.layers):
@@ -116,7 +115,7 @@ def decisions(seen: dict) -> list:
 
 
 def is_clear(model, ids: list[int], gen: torch.Generator) -> bool:
-    """Whether the decisions at the last of ids are."""
+    """True if no decision at the last of ids is close."""
     seen = run(model, ids)
     best = seen["logits"][-1].topk(2).values
     if best[0] - best[1] < MARGIN:
@@ -126,11 +125,11 @@ def is_clear(model, ids: list[int], gen: torch.Generator) -> bool:
 
 
 def search_ids(model, length: int, gen: torch.Generator) -> list[int]:
-    """Random ids, each drawn again until its position is clear: the positions before it do not change any more."""
+    """Random ids, each sampled again until its position is clear; earlier positions do not change any more."""
     ids = []
     while len(ids) < length:
-        drawn = torch.randperm(500, generator=gen).tolist()
-        ids.append(next(token for token in drawn if is_clear(model, [*ids, token], gen)))
+        candidates = torch.randperm(500, generator=gen).tolist()
+        ids.append(next(token for token in candidates if is_clear(model, [*ids, token], gen)))
     return ids
 
 

@@ -1,4 +1,4 @@
-"""Make the fixture tests/fixtures/glm_moe_dsa_groups: a tiny random GLM-5 style model and what transformers says of it.
+"""Make the fixture tests/fixtures/glm_moe_dsa_groups: a tiny random GLM-5 style model with transformers' outputs.
 
     pip install torch transformers==5.24.0
     OMP_NUM_THREADS=1 python dev/make_oracle.py [folder]
@@ -133,7 +133,7 @@ def index_scores(indexer, hidden, q_resid, position_embeddings, mask, *_):
 
 
 def gap(scores: torch.Tensor, k: int) -> torch.Tensor:
-    """How far the k-th best score of each row is above the next; infinite where no other is allowed."""
+    """Margin of the k-th best score of each row over the next; infinite where no other is allowed."""
     best = torch.nn.functional.pad(scores, (0, k + 1), value=float("-inf")).topk(k + 1).values
     return torch.where(best[:, k] < -1e30, float("inf"), best[:, k - 1] - best[:, k])
 
@@ -175,11 +175,11 @@ def is_clear(seen: dict) -> bool:
 
 
 def search_ids(model, length: int, gen: torch.Generator) -> list[int]:
-    """Random ids, each drawn again until its position is clear: the positions before it do not change any more."""
+    """Random ids, each sampled again until its position is clear; earlier positions do not change any more."""
     ids = []
     while len(ids) < length:
-        drawn = torch.randperm(CONFIG["pad_token_id"], generator=gen).tolist()
-        ids.append(next(token for token in drawn if is_clear(run(model, [*ids, token]))))
+        candidates = torch.randperm(CONFIG["pad_token_id"], generator=gen).tolist()
+        ids.append(next(token for token in candidates if is_clear(run(model, [*ids, token]))))
     return ids
 
 
@@ -224,7 +224,7 @@ def describe_routing(output: tuple) -> dict:
 
 
 def describe(model, ids: list[int], teacher: dict, reference: dict) -> dict:
-    """What ref.json holds."""
+    """The content of ref.json."""
     greedy = run(model, reference["full_ids"])
     logits, logprobs = teacher["logits"], teacher["logits"].log_softmax(-1)
     steps = greedy["gaps"]["logit"][PROMPT - 1 : -1]

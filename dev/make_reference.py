@@ -1,4 +1,4 @@
-"""Let transformers compute the greedy reference of a snapshot folder, and write it there as ref_glm.json.
+"""Compute the greedy reference of a snapshot folder with transformers, and write it there as ref_glm.json.
 
     pip install torch transformers==5.24.0
     OMP_NUM_THREADS=1 python dev/make_reference.py models/tiny --prompt "In the beginning" --tokens 48
@@ -64,7 +64,7 @@ def greedy(model: torch.nn.Module, prompt_ids: list[int], num_tokens: int) -> li
 
 
 def compute_reference(model: torch.nn.Module, prompt_ids: list[int], num_tokens: int) -> tuple[dict, float]:
-    """What ref_glm.json holds, and the smallest margin between the two best logits over the continuation."""
+    """-> (content of ref_glm.json, smallest margin between the two best logits over the continuation)."""
     full_ids = greedy(model, prompt_ids, num_tokens)
     with torch.no_grad():
         logits = model(torch.tensor([full_ids]), use_cache=False).logits[0]

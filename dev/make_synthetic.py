@@ -4,17 +4,17 @@
     python dev/make_synthetic.py small /tmp/small --hidden 512 --moe-width 512 --format bf16
 
 The first layer is dense, the others are sparse. The files are those of a container (docs/formats.md), written at about
-the speed of the disk. ref_glm.json gets --prompt and --tokens ids for REPLAY. The weights mean nothing; what is built
-in to make the routing is said in dev/synthetic/structure.py.
+the speed of the disk. ref_glm.json gets --prompt and --tokens ids for REPLAY. The weights are random; dev/synthetic/structure.py
+describes the structure that makes the routing.
 
---routing uniform: ids drawn evenly, experts used evenly, little in common from one token to the next.
+--routing uniform: ids sampled evenly, experts used evenly, little overlap from one token to the next.
 --routing trace: like traces of real models. Popularity about Zipf over the experts; of the experts that a window of 128
 tokens uses, about 13 % were not used in the window before; the route of a token depends on what stands before it, so
 the same id takes other experts elsewhere. The ids are no text but have the statistics of one: Zipf, with topics that
 change (dev/synthetic/text.py).
 
 At the end the engine runs --report-tokens of the ids and the script prints what the routing really does; 0 skips it.
-Exit code 2 is bad input or a full disk, said in one line; sizes that the engine would refuse are refused at once.
+Exit code 2 is bad input or a full disk, with an error of one line; sizes that the engine refuses are refused at once.
 """
 
 import argparse
@@ -64,8 +64,8 @@ def make_parser():
 
 
 def fill_in(args):
-    """Defaults for what was not said, and the config.json of it. Refused for sizes that mean nothing, here or to the
-    engine, before anything is written."""
+    """Set defaults of missing options -> config.json. Refused for invalid sizes, here or for the engine, before anything
+    is written."""
     for name, value in DEFAULTS[args.name].items():
         if getattr(args, name) is None:
             setattr(args, name, value)
@@ -112,7 +112,7 @@ def write_snapshot(args, config):
     started = time.perf_counter()
     for path, groups, parts, stamps, _ in plan_files(args, config, filler, of_structure):
         buffers = (buffer for group in groups for buffer in filler.group_buffers(group))
-        write_shard(path, parts, buffers, stamps, SOURCE, with_checksum=False)  # nobody will check it
+        write_shard(path, parts, buffers, stamps, SOURCE, with_checksum=False)  # these files are never verified
     seconds = time.perf_counter() - started
     ids = (uniform_ids if args.routing == "uniform" else topic_ids)(args.vocab, args.prompt + args.tokens, of_text)
     (args.out / "ref_glm.json").write_text(json.dumps({"prompt_ids": ids[: args.prompt], "full_ids": ids}) + "\n")
@@ -141,7 +141,7 @@ def main(arguments=None):
 
 
 def unfinished(folder):
-    """What to do with a folder whose weights were begun and not finished."""
+    """A hint to delete a folder whose weights are incomplete, or an empty text."""
     begun = any(folder.glob("*.safetensors*")) and not (folder / "config.json").exists()
     return f"; {folder} is unfinished, delete it" if begun else ""
 

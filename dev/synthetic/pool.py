@@ -1,6 +1,6 @@
 """Random weights at the speed of memory: one pool of packed normal numbers, every matrix a copy from anywhere in it.
 
-The numbers are quantized as real ones are, so their codes have mean zero. Bytes drawn at random do not: a nibble has
+The numbers are quantized as real ones are, so their codes have mean zero. Random bytes do not: a nibble has
 mean -0.5, every matrix product then adds one direction that all tokens share, and all take the same experts.
 A copy begins at any byte, not at a row, so two matrices that overlap in the pool have different rows.
 """
@@ -36,7 +36,7 @@ class Pool:
             data, self.unit = numbers.to(fmt.dtype), fmt.dtype.itemsize
             sample = numbers
         self.spread = float(sample.square().mean().sqrt())
-        # A length without a factor in common with that of a row: a matrix larger than the pool repeats no row.
+        # The length is coprime to that of a row, so a matrix larger than the pool repeats no row.
         self.bytes = data.reshape(-1).view(torch.uint8)[: -self.unit].clone()
         self.variations = torch.from_numpy(rng.uniform(1 - VARY, 1 + VARY, SCALE_VALUES).astype(np.float32))
         self.scaled = {}  # of a float format: spread -> the bytes with it

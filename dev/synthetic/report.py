@@ -1,13 +1,13 @@
-"""What the routing of a snapshot really does: the engine runs over its reference ids, and the choices are counted.
+"""Statistics of the routing of a snapshot: the engine runs over its reference ids and the choices are counted.
 
 Definitions, for one layer:
     new experts       of the experts that a window of 128 tokens uses, the share that the window before did not use;
                       mean over the windows
     new by request    of the requests of a window (tokens x experts a token), the share that goes to those
-    overlap           of the experts of one token, the share that another token uses too; mean over pairs: neighbours;
+    overlap           of the experts of one token, the share that another token uses too; mean over pairs: neighbors;
                       the same id at most 16 or at least 256 positions apart; different ids 256 positions apart
     Zipf exponent     slope of log(uses) over log(rank), the last tenth of the ranks left out
-    guessed early     of the experts chosen, the share that the layer's router finds in the input of the router before
+    predicted early   of the experts chosen, the share that the layer's router predicts from the previous router's input
     fixed, LRU        hit rate of a cache that always holds the most used; of one that evicts the least recently used
 """
 
@@ -65,13 +65,13 @@ def record_routes(model, ids):
     """Run the ids as a prefill -> (chosen experts of each sparse layer [tokens, active], and what each router but the
     first would choose from the input of the router before it)."""
     plain, layers = forward.moe.route, len(model.config.sparse_layers)
-    chosen, guessed, before = [], [], None
+    chosen, predicted, before = [], [], None
 
     def recording(config, weights, x):
         nonlocal before
         experts, shares = plain(config, weights, x)
         if len(chosen) % layers:
-            guessed.append(plain(config, weights, before)[0].numpy())
+            predicted.append(plain(config, weights, before)[0].numpy())
         chosen.append(experts.numpy())
         before = x
         return experts, shares
@@ -83,19 +83,19 @@ def record_routes(model, ids):
         forward.moe.route = plain
     # One call for each layer of a chunk.
     return [np.concatenate(chosen[i::layers]) for i in range(layers)], [
-        np.concatenate(guessed[i :: layers - 1]) for i in range(layers - 1)
+        np.concatenate(predicted[i :: layers - 1]) for i in range(layers - 1)
     ]
 
 
-def measure(routes, guesses, ids, num_experts):
+def measure(routes, predictions, ids, num_experts):
     """-> [(what, its value in each sparse layer), ...]; NaN where the ids are too few to say."""
     masks = [as_mask(experts, num_experts) for experts in routes]
     counts = [mask.sum(0) for mask in masks]
     near, far = pairs_of_same_id(ids)
-    neighbours = [(i, i + 1) for i in range(len(ids) - 1)]
+    neighbors = [(i, i + 1) for i in range(len(ids) - 1)]
     others = [(i, i + FAR) for i in range(len(ids) - FAR) if ids[i] != ids[i + FAR]]
     top = max(1, num_experts // 10)
-    early = [overlap(mask, as_mask(guess, num_experts)) for mask, guess in zip(masks[1:], guesses, strict=True)]
+    early = [overlap(mask, as_mask(chosen, num_experts)) for mask, chosen in zip(masks[1:], predictions, strict=True)]
     rows = [
         ("distinct experts", [(count > 0).sum() for count in counts]),
         (f"distinct experts in {WINDOW} tokens", [windows(mask)[0] for mask in masks]),
@@ -104,11 +104,11 @@ def measure(routes, guesses, ids, num_experts):
         ("share of the top 10 % of the experts", [fixed_hit_rate(count, top) for count in counts]),
         ("entropy of use, 1 = even", [entropy(count) for count in counts]),
         ("Zipf exponent", [zipf_exponent(count) for count in counts]),
-        ("overlap, neighbours", [pair_overlap(mask, neighbours) for mask in masks]),
+        ("overlap, neighbors", [pair_overlap(mask, neighbors) for mask in masks]),
         (f"overlap, same id within {NEAR}", [pair_overlap(mask, near) for mask in masks]),
         (f"overlap, same id beyond {FAR}", [pair_overlap(mask, far) for mask in masks]),
         (f"overlap, other id {FAR} apart", [pair_overlap(mask, others) for mask in masks]),
-        ("guessed one layer early", [np.nan, *early]),
+        ("predicted one layer early", [np.nan, *early]),
     ]
     caps = [cap for cap in CAPS if cap < num_experts]
     rows += [(f"hit rate, cap {cap}, fixed", [fixed_hit_rate(count, cap) for count in counts]) for cap in caps]
@@ -179,13 +179,13 @@ def fixed_hit_rate(counts, cap):
 
 def lru_hit_rate(experts, cap):
     """Of a cache of `cap` experts, one token after the other, its experts in ascending order."""
-    resident, hits = OrderedDict(), 0
+    cached, hits = OrderedDict(), 0
     for expert in experts.ravel().tolist():
-        if expert in resident:
+        if expert in cached:
             hits += 1
-            resident.move_to_end(expert)
+            cached.move_to_end(expert)
         else:
-            resident[expert] = None
-            if len(resident) > cap:
-                resident.popitem(last=False)
+            cached[expert] = None
+            if len(cached) > cap:
+                cached.popitem(last=False)
     return hits / experts.size

@@ -1,4 +1,4 @@
-"""What is not random in a synthetic snapshot: the few numbers that make its routing that of a real one.
+"""The structure of a synthetic snapshot: the few numbers that are not random and give it the routing of a real model.
 
 What a router sees is the sum of the token's embedding (size 1), what attention brings from the positions before it
 (the context), and what the MLPs make of both.
@@ -24,14 +24,14 @@ import numpy as np
 
 CONSTANT = 2.0  # what stands in those columns
 FALL = 2.0
-FAR = 64  # the fall ends at so many times `reach`
+FAR = 64  # times `reach`: where the fall ends
 MOST = 0.75  # of the tokens that one expert may take
 LATE = 1024  # positions before a token that is late in a text
 
 
 @dataclass(frozen=True)
 class Routing:
-    """How a token's route comes about. Sizes are RMS, where the token's own embedding has 1."""
+    """Parameters of a token's routing. Sizes are RMS; the token's own embedding has 1."""
 
     reach: float  # positions that attention weighs alike
     context: float  # size of what the first layer's attention adds
@@ -48,7 +48,7 @@ ROUTINGS = {
 
 @dataclass(frozen=True)
 class LayerSizes:
-    """What the weights of a layer are scaled for."""
+    """RMS sizes that the weights of a layer are scaled for."""
 
     stream: float  # RMS of the residual stream as it comes in
     out: float  # gain of o_proj
@@ -89,7 +89,7 @@ def rotary_weights(c, reach):
 
 
 def effective_positions(c, reach):
-    """How many positions the moving mean is over, late in a text: 1 / sum(p^2) of the attention weights."""
+    """Effective number of positions in the moving mean, late in a text: 1 / sum(p^2) of the attention weights."""
     scores = np.cos(np.arange(LATE)[:, None] * frequencies(c)) @ rotary_weights(c, reach)
     shares = np.exp(scores - scores.max())
     shares /= shares.sum()
@@ -101,7 +101,7 @@ def effective_positions(c, reach):
 def popularity(experts, active, exponent):
     """-> for each rank the probability that a token takes it, [experts], in all `active`; none above MOST."""
     shares = np.arange(1, experts + 1) ** -float(exponent)
-    for _ in range(100):  # what is cut off goes to the others
+    for _ in range(100):  # redistribute the part above the bound
         shares = np.minimum(shares * active / shares.sum(), max(MOST, active / experts))
     return shares
 

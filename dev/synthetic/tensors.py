@@ -1,4 +1,4 @@
-"""Every tensor of a synthetic snapshot: its published name, its shape, and what stands in it."""
+"""Every tensor of a synthetic snapshot: its published name, shape and contents."""
 
 from dataclasses import dataclass
 
@@ -47,17 +47,17 @@ def mlp(prefix, width, hidden, size, role="dense"):
 
 
 def model_groups(c, routing, rng):
-    """config.json -> for each file its tensors, in lists that lie together: what is resident, then expert by expert."""
+    """config.json -> for each file its tensors, in contiguous lists: the dense weights, then expert by expert."""
     for layer, sizes in enumerate(layer_sizes(c, routing)):
         base = f"model.layers.{layer}"
-        resident = [*norms(c, base, sizes), *attention(c, f"{base}.self_attn", sizes, routing, rng)]
+        dense = [*norms(c, base, sizes), *attention(c, f"{base}.self_attn", sizes, routing, rng)]
         freq, offset = c["index_topk_freq"], c["index_skip_topk_offset"]
         if max(layer - offset + 1, 0) % freq == 0:
-            resident += indexer(c, f"{base}.self_attn.indexer", routing, rng)
+            dense += indexer(c, f"{base}.self_attn.indexer", routing, rng)
         if layer < c["first_k_dense_replace"]:
-            yield [[*resident, *mlp(f"{base}.mlp", c["intermediate_size"], c["hidden_size"], sizes.mlp)]]
+            yield [[*dense, *mlp(f"{base}.mlp", c["intermediate_size"], c["hidden_size"], sizes.mlp)]]
         else:
-            yield sparse(c, f"{base}.mlp", resident, sizes.mlp, routing, rng)
+            yield sparse(c, f"{base}.mlp", dense, sizes.mlp, routing, rng)
     D, vocab = c["hidden_size"], c["vocab_size"]
     embedding = Tensor("model.embed_tokens.weight", (vocab, D), "ends", spread=1.0, constant=constant_columns(D))
     yield [[embedding, norm("model.norm.weight", D), matrix("lm_head.weight", vocab, D, role="ends")]]
@@ -69,19 +69,19 @@ def norms(c, base, sizes):
     yield norm(f"{base}.post_attention_layernorm.weight", D, C, 0.0)
 
 
-def sparse(c, base, resident, size, routing, rng):
+def sparse(c, base, dense, size, routing, rng):
     """-> the lists of a sparse layer."""
     D, width, experts, active = (
         c[key] for key in ("hidden_size", "moe_intermediate_size", "n_routed_experts", "num_experts_per_tok")
     )
     router = rng.standard_normal((experts, D), dtype=np.float32) * np.float32(D**-0.5)
     bias = router_bias(experts, active, routing.zipf, rng)
-    resident.append(Tensor(f"{base}.gate.weight", (experts, D), "small", values=router))
-    resident.append(Tensor(f"{base}.gate.e_score_correction_bias", (experts,), "small", values=bias))
+    dense.append(Tensor(f"{base}.gate.weight", (experts, D), "small", values=router))
+    dense.append(Tensor(f"{base}.gate.e_score_correction_bias", (experts,), "small", values=bias))
     # The mean of `active` experts is smaller than one of them; together with the shared expert they make `size`.
     size *= (c["n_shared_experts"] + c["routed_scaling_factor"] ** 2 / active) ** -0.5
-    resident += mlp(f"{base}.shared_experts", width * c["n_shared_experts"], D, size)
-    return [resident, *(list(mlp(f"{base}.experts.{i}", width, D, size, "expert")) for i in range(experts))]
+    dense += mlp(f"{base}.shared_experts", width * c["n_shared_experts"], D, size)
+    return [dense, *(list(mlp(f"{base}.experts.{i}", width, D, size, "expert")) for i in range(experts))]
 
 
 def on_constant(rows, hidden, values):
@@ -93,7 +93,7 @@ def on_constant(rows, hidden, values):
 
 
 def rotary_pattern(c, routing):
-    """What queries and keys hold in their rotary columns: their product is the scores' part by distance."""
+    """The rotary columns of queries and keys: their product is the distance-dependent part of the scores."""
     width = c["qk_nope_head_dim"] + c["qk_rope_head_dim"]  # attention divides by its root
     pattern = np.zeros(c["qk_rope_head_dim"], dtype=np.float32)
     pattern[0::2] = np.sqrt(rotary_weights(c, routing.reach) * width**0.5)

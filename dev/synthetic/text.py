@@ -1,4 +1,4 @@
-"""Token ids with the statistics of a text: what ref_glm.json of a synthetic snapshot holds."""
+"""Token ids with the statistics of a text, for ref_glm.json of a synthetic snapshot."""
 
 COMMON = 0.3  # share of tokens that are words of every text
 TOPICS = 64  # of a vocabulary
@@ -9,7 +9,7 @@ SHIFT = 10  # of the Zipf ranks, so that no id takes more than a few per cent
 
 
 def uniform_ids(vocab, count, rng):
-    """Every id as likely as every other, each drawn by itself."""
+    """Every id as likely as every other, each sampled independently."""
     return rng.integers(vocab, size=count).tolist()
 
 

@@ -242,7 +242,7 @@ class TinyGlm(nn.Module):
 
     def logits(self, ids, probe=1, mtp_rows=0):
         """ids [B, T+1] -> logits after the first T of each row [B, T, vocab], the MTP layer's [mtp_rows, T-1, vocab]
-        (slot i says what follows token i+1), and what index_loss needs."""
+        (entry i predicts the token after i+1), and what index_loss needs."""
         inputs = ids[:, :-1]
         angles = self.angles(inputs.shape[1])
         x, mask, probes = self.embed_tokens(inputs), None, []

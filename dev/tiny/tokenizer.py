@@ -66,7 +66,7 @@ For each function call, output the function name and arguments within the follow
 
 
 def train_tokenizer(texts, vocab_size=VOCAB_SIZE):
-    """-> tokenizers.Tokenizer of exactly vocab_size pieces, the added tokens last."""
+    """-> tokenizers.Tokenizer of exactly vocab_size tokens, the added ones last."""
     added = GLM_SPECIAL + GLM_PLAIN + NANOCHAT
     tokenizer = Tokenizer(models.BPE(ignore_merges=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(

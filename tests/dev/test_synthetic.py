@@ -124,9 +124,9 @@ def test_trace_routing_is_skewed_and_changes_slowly(routed):
     assert 0.09 < numbers["new experts per 128 tokens"] < 0.18
     assert 0.45 < numbers["Zipf exponent"] < 0.85
     assert numbers["distinct experts"] > 245
-    assert 0.1 < numbers["overlap, neighbours"] < 0.25
+    assert 0.1 < numbers["overlap, neighbors"] < 0.25
     assert numbers["hit rate, cap 64, LRU"] > 0.5 > 64 / 256
-    assert 0.5 < numbers["guessed one layer early"] < 0.9
+    assert 0.5 < numbers["predicted one layer early"] < 0.9
 
 
 def test_trace_routing_follows_the_context(routed, load):
@@ -146,7 +146,7 @@ def test_uniform_routing_is_even(routed):
     numbers, _ = routed("uniform")
     assert numbers["entropy of use, 1 = even"] > 0.97
     assert numbers["distinct experts in 128 tokens"] > 240
-    assert numbers["overlap, neighbours"] < 0.1
+    assert numbers["overlap, neighbors"] < 0.1
     assert numbers["hit rate, cap 64, LRU"] < 0.35
 
 

@@ -1,7 +1,7 @@
-"""colibri.py as a process of its own, without waiting seconds for torch each time.
+"""Fork server for tests: runs colibri.py in a process of its own without importing torch each time.
 
-A server is started once, imports what a run imports, and does nothing else; for each run it forks. What runs in the
-fork is colibri.main with its arguments, environment, folder and files, as `python colibri.py` has them.
+The server starts once, imports the modules of a run, and forks for each run. The fork calls colibri.main with its
+arguments, environment, folder and files, as `python colibri.py` has them.
 """
 
 import json
@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Forker:
-    """The server, seen from the tests. Close it at the end."""
+    """Client of the fork server. Close it at the end."""
 
     def __init__(self):
         self.replies, replies = os.pipe()
@@ -60,7 +60,7 @@ class Forker:
 
 
 def environment(variables):
-    """HOME and PATH alone: what the engine needs it must be told by the test."""
+    """HOME and PATH alone: everything else the test must set."""
     kept = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
     return kept | {"PYTHONDONTWRITEBYTECODE": "1"} | variables
 
@@ -90,7 +90,7 @@ def serve(replies):
 
 
 def work(main, replies, arguments, environ, cwd, files):
-    """In the fork: never returns."""
+    """Run colibri.main in the fork; never returns."""
     code = 1
     try:
         os.close(replies)

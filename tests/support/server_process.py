@@ -1,4 +1,4 @@
-"""A server as a user runs it: a process of its own, its address, what it says, and what it holds."""
+"""A server as a user runs it: a process of its own, its address, its log lines, its threads and files."""
 
 import json
 import os
@@ -22,15 +22,15 @@ QUICK = {"THREADS": 1}
 def wait_for(condition, seconds=10):
     end = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end, "it did not happen"
+        assert time.monotonic() < end, "the condition did not become true"
         time.sleep(0.05)
 
 
 class Requests:
-    """To a server at self.url, which listens at self.port."""
+    """HTTP requests to a server at self.url, which listens at self.port."""
 
     def post(self, path, body, headers=None):
-        """-> (status, JSON, headers). body: bytes, or what becomes JSON."""
+        """-> (status, JSON, headers). body: bytes, or an object that becomes JSON."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"} | (headers or {}))
         return self.send(request)
@@ -101,10 +101,10 @@ class ServerProcess(Requests):
         self.process.stderr.close()
         return code
 
-    # --- what it holds ---
+    # --- resources ---
 
     def wait_until_idle(self, seconds=10):
-        """Until nothing is answered any more; it must not take long."""
+        """Wait until no request runs; it must not take long."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             health = self.get("/health")[1]
