@@ -4,8 +4,8 @@
     python dev/make_synthetic.py small /tmp/small --hidden 512 --moe-width 512 --format bf16
 
 The first layer is dense, the others are sparse. The files are those of a container (docs/formats.md), written at about
-the speed of the disk. ref_glm.json gets --prompt and --tokens ids for REPLAY. The weights are random; dev/synthetic/structure.py
-describes the structure that makes the routing.
+the speed of the disk. ref_glm.json gets --prompt and --tokens ids for REPLAY. The weights are random but for the
+structure that makes the routing (dev/synthetic/structure.py).
 
 --routing uniform: ids sampled evenly, experts used evenly, little overlap from one token to the next.
 --routing trace: like traces of real models. Popularity about Zipf over the experts; of the experts that a window of 128
@@ -64,8 +64,8 @@ def make_parser():
 
 
 def fill_in(args):
-    """Set defaults of missing options -> config.json. Refused for invalid sizes, here or for the engine, before anything
-    is written."""
+    """Set defaults of missing options -> config.json. Refused for invalid sizes, here or for the engine, before any
+    file is written."""
     for name, value in DEFAULTS[args.name].items():
         if getattr(args, name) is None:
             setattr(args, name, value)

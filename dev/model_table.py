@@ -28,14 +28,15 @@ NOTES = {  # fixture -> its models
 HEAD = """\
 # Models
 
-Made by `python dev/model_table.py` from the cases of tests/forward/test_families.py: an entry means that a test with a
-small model of that type passes. "numbers" are logits, log-probabilities and greedy ids equal to transformers', with
+Made by `python dev/model_table.py` from the cases of tests/forward/test_families.py: an entry means that a test with
+a small model of that type passes. "numbers" are logits, log-probabilities and greedy ids equal to transformers', with
 the C kernels and with KERNELS=reference; "modes" are the check, TF and SCORE through colibri.py, also with one expert
-slot a layer; "bits" says that a token's logits are the same bits alone, in any batch and at any prefill chunk; "rows" that N
-sequences in lock-step equal N runs; "drafts" that draft tokens change no output: those of n-grams, and those of an
-MTP layer, whose logits and chained drafts equal a reference's, or that is only wired ("MTP, no numbers");
-"containers" lists the bits tested with convert.py and with quantization at load. "hub" are files with a tensor for each
-expert, "fused" with one for all experts of a layer. A model runs from its Hugging Face folder, whatever its size.
+slot a layer; "bits" says that a token's logits are the same bits alone, in any batch and at any prefill chunk; "rows"
+that N sequences in lock-step equal N runs; "drafts" that draft tokens change no output: those of n-grams, and those
+of an MTP layer, whose logits and chained drafts equal a reference's, or that is only wired ("MTP, no numbers");
+"containers" lists the bits tested with convert.py and with quantization at load. "hub" are files with a tensor for
+each expert, "fused" with one for all experts of a layer. A model runs from its Hugging Face folder, whatever its
+size.
 
 | model type | of | files as | numbers | modes | bits | rows | drafts | containers |
 |---|---|---|---|---|---|---|---|---|
