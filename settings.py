@@ -60,6 +60,7 @@ USAGE = """\
 usage: [SNAP=folder] MODE python colibri.py [cap] [expert_bits] [dense_bits]
 
   PROMPT="Once upon a time"   generate text; CHAT=1 puts it in the chat template
+  CHAT=1                      chat in the terminal
   SERVE=1                     an HTTP server with the OpenAI API on http://127.0.0.1:8000
   SCORE=requests.txt          log-likelihoods of continuations, one line each
   REPLAY=1                    measure decode speed over the tokens of REF
@@ -126,6 +127,11 @@ class Settings:
         generates = not self.score and (self.serve or self.prompt is not None or not (self.replay or self.tf))
         return bool(generates) and self.draft != "0"
 
+    @property
+    def is_chat(self) -> bool:
+        """Whether CHAT=1 stands alone: in a terminal it starts an interactive chat."""
+        return self.chat and not (self.score or self.serve or self.prompt or self.replay or self.tf or self.ref)
+
     @staticmethod
     def read(
         arguments: Sequence[str],
@@ -147,6 +153,9 @@ class Settings:
             raise Refused("PROMPT is empty; give it some text, or leave it unset")
         serve = env.one_of("SERVE", SERVERS, None)
         serve = None if serve == "0" else serve
+        chat = env.flag("CHAT", False)
+        if chat and prompt is None:
+            ngen = CHAT_NGEN
         if not snap and not env.path("SNAP"):
             env.notices.append("[snapshot] SNAP is not set: models/tiny, the embedded model")
         temp = env.temperature("TEMP")
@@ -164,7 +173,7 @@ class Settings:
             report=env.path("REPORT"),
             ngen=env.whole("NGEN", SERVE_NGEN.get(serve or "", ngen), 1),
             ctx=env.whole("CTX", 0),
-            chat=env.flag("CHAT", False),
+            chat=chat,
             think=env.flag("THINK", False),
             prefix=env.flag("PREFIX", True),
             temp=temp,

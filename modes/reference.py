@@ -1,31 +1,33 @@
-"""Reading REF: prompt_ids, full_ids (prompt and continuation) and tf_pred (the argmax after each of full_ids)."""
+"""Reads REF: prompt_ids, full_ids (prompt and continuation) and tf_pred (the argmax after each of full_ids)."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from errors import Refused
+from load.model import OpenedSnapshot
+from machine.fields import FieldReader
 from snapshot.config import read_json_object
 
+if TYPE_CHECKING:
+    from settings import Settings
 
-def reference_path(settings):
+
+def reference_path(settings: "Settings") -> Path:
     """REF, by default ref_glm.json of the snapshot."""
     return Path(settings.ref) if settings.ref else Path(settings.snap) / "ref_glm.json"
 
 
-def read_reference(settings, opened, *keys):
-    """The lists of ids under `keys` -> a dict; refuses what is missing, empty, outside the vocabulary, too long."""
+def read_reference(settings: "Settings", opened: OpenedSnapshot, *keys: str) -> dict[str, list[int]]:
+    """-> {key: token ids}. Refused for ids that are missing, outside the vocabulary, or more than CTX."""
     path = reference_path(settings)
     if not path.exists():
         raise Refused(f"{path}: no such file; REF must name a reference (dev/make_reference.py makes one)")
-    raw, out = read_json_object(path), {}
-    vocab_size = opened.config.vocab_size
+    fields, reference = FieldReader(read_json_object(path), str(path)), {}
     for key in keys:
-        ids = raw.get(key)
-        if not isinstance(ids, list) or not ids:
-            raise Refused(f"{path}: {key} is missing or no list of token ids")
-        for i, token in enumerate(ids):
-            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
-                raise Refused(f"{path}: {key}[{i}] is {token!r}, no id of a vocabulary of {vocab_size}")
+        ids = fields.wholes(key, high=opened.config.vocab_size - 1)
+        if not ids:
+            raise Refused(f"{path}: {key} is empty")
         if len(ids) > opened.context:
             raise Refused(f"{path}: {key} has {len(ids)} tokens, CTX is {opened.context}; raise CTX")
-        out[key] = ids
-    return out
+        reference[key] = ids
+    return reference

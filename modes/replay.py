@@ -1,36 +1,43 @@
-"""REPLAY: how fast this model decodes here. The tokens are those of REF, fed one at a time, so every run does the same.
+"""REPLAY: measure the decode speed of a model on this machine.
 
-prompt_ids but the last are prefilled; then full_ids from there to the last but one go through, one forward each, with
-the logits a decoder would need. Prefill and decode are timed and counted apart.
+The tokens are those of REF, so every run does the same work. prompt_ids but the last are prefilled; then full_ids, from
+there to the last but one, go through the model one at a time, with the logits that a decoder would need. Prefill and
+decode are timed and counted apart.
 """
+
+from typing import TYPE_CHECKING
 
 import torch
 
 from errors import Refused
 from forward.kv_cache import make_kv_cache
 from forward.step import step
-from load.model import load_model
-from machine.console import PrefillProgress, say
+from load.model import OpenedSnapshot, load_model
+from machine.console import PrefillProgress
 from modes.reference import read_reference, reference_path
-from modes.report import RunReport, divide, profile_line, write_report
+from modes.report import RunReport, divide
+
+if TYPE_CHECKING:
+    from settings import Settings
 
 
-def run_replay(settings, opened):
+def run_replay(settings: "Settings", opened: OpenedSnapshot) -> int:
     """-> 0. The first line on stdout is REPLAY decode: N token in S s | X tok/s | expert hit Y%."""
     reference = read_reference(settings, opened, "prompt_ids", "full_ids")
     prompt, full = reference["prompt_ids"], reference["full_ids"]
     if len(prompt) < 2 or len(full) <= len(prompt):
         raise Refused(f"{reference_path(settings)}: REPLAY needs two prompt_ids and one token more in full_ids")
     loaded = load_model(settings, opened)
-    model, run = loaded.model, RunReport("replay", loaded)
+    model = loaded.model
+    run = RunReport("replay", loaded)
     run.num_prompt_ids = first = len(prompt) - 1
     kv = make_kv_cache(model.config, len(full))
     step(model, [(full[:first], kv)], PrefillProgress(first))
     run.prefill_done()
-    equal = 0
+    num_equal = 0
     for at in range(first, len(full) - 1):
-        logits = step(model, [([full[at]], kv)])
-        equal += int(torch.argmax(logits)) == full[at + 1]
+        logits = step(model, [([full[at]], kv)])  # [1, vocab]
+        num_equal += int(torch.argmax(logits)) == full[at + 1]
     run.end()
     num_tokens = len(full) - 1 - first
     prefill, decode = run.phases()
@@ -44,8 +51,5 @@ def run_replay(settings, opened):
     )
     disk = divide(decode.cache.bytes_read / 1e9, decode.busy_seconds)
     print(f"REPLAY disk: {decode.cache.bytes_read / num_tokens / 1e6:.3f} MB a token | {disk:.2f} GB/s while reading")
-    numbers = run.numbers(num_tokens, argmax_equal=equal)
-    run.summary(num_tokens)
-    say(profile_line(numbers["profile"]))
-    write_report(settings, numbers)
+    run.finish(settings, num_tokens, argmax_equal=num_equal)
     return 0

@@ -1,118 +1,146 @@
-"""Clocks and counters of one run, and what becomes of them: heartbeat, statistics, profile, REPORT."""
+"""RunReport: clocks and counters of one run, and their output: heartbeat, statistics, profile, usage, REPORT."""
 
 import json
 import os
 import time
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from errors import Refused
 from experts.cache import CacheCounters
 from generate.decode import DecodeCounters
 from generate.draft_length import DraftLength
+from load.model import LoadedModel
 from machine.console import Terminal, say, show_progress
 from machine.files import atomic_write
 from machine.memory import peak_rss_bytes, rss_bytes
 
+if TYPE_CHECKING:
+    from settings import Settings
+
 HEARTBEAT_EVERY = 16  # tokens
-QUIET_SECONDS = 10
+QUIET_SECONDS = 10  # between heartbeats that would cut into the text on the same terminal
+
+# GB/s: while a read was under way. U: bytes over the whole time, as a share of what the drive gives to plain reads.
+HEAD = ("", "tokens", "s", "tok/s", "hit", "experts read/tok", "GB/tok", "GB/s", "U", "waiting")
 
 
 @dataclass(frozen=True, slots=True)
 class CounterMark:
-    """The clocks and counters at one moment, or between two: then of what happened from one to the other."""
+    """Clocks and counters at one moment, or the difference of two moments."""
 
     seconds: float
     cache: CacheCounters
     busy_seconds: float  # of the drives
-    profile: dict[str, float]
+    profile: dict[str, float]  # stage -> seconds
 
-    def since(self, before):
-        cache = CacheCounters(
-            *(getattr(self.cache, f.name) - getattr(before.cache, f.name) for f in fields(self.cache))
-        )
+    def since(self, before: "CounterMark") -> "CounterMark":
+        names = [field.name for field in fields(self.cache)]
+        cache = CacheCounters(*(getattr(self.cache, name) - getattr(before.cache, name) for name in names))
         profile = {stage: seconds - before.profile[stage] for stage, seconds in self.profile.items()}
         return CounterMark(self.seconds - before.seconds, cache, self.busy_seconds - before.busy_seconds, profile)
 
 
 class RunReport:
-    """Made when the model is loaded. `counters` are those of spec_decode, which fills them."""
+    """Measures one run from the moment the model is loaded: a prefill phase, then a decode phase.
 
-    def __init__(self, mode, loaded):
-        self.mode, self.loaded, self.model = mode, loaded, loaded.model
-        for line in (loaded.kernels, loaded.drive, loaded.history):
-            if line:
-                say(line)
-        self.counters, self.governor = DecodeCounters(), DraftLength(loaded.draft)
+    A mode fills `counters` and `num_prompt_ids`, calls `on_token` for each token of its answer or `prefill_done`, and
+    ends with `finish`. Before it prints numbers of its own it calls `end`.
+    """
+
+    def __init__(self, mode: str, loaded: LoadedModel) -> None:
+        self.mode = mode
+        self.loaded = loaded
+        self.model = loaded.model
+        say_loaded(loaded)
+        self.counters = DecodeCounters()
+        self.draft_length = DraftLength(loaded.draft)
         self.num_prompt_ids = 0
         self.started = self.mark()
-        self.prefilled = None  # when decoding began
-        self.ended = None  # what comes after is reporting
-        self.said = self.started.seconds  # when the last heartbeat was
+        self.prefilled: CounterMark | None = None  # when decoding began
+        self.ended: CounterMark | None = None
+        self.heartbeat_at = self.started.seconds
 
-    def mark(self):
-        """The clocks and counters of this moment."""
+    def mark(self) -> CounterMark:
         experts = self.model.experts
         return CounterMark(
             time.perf_counter(), replace(experts.counters), experts.busy_seconds, dict(self.model.profile.seconds)
         )
 
-    def prefill_done(self):
-        """Everything before this was prefill, everything after it is decoding."""
+    def prefill_done(self) -> None:
+        """End the prefill phase and begin the decode phase."""
         self.prefilled = self.mark()
 
-    def end(self):
-        """The clocks stop: whatever is said of the run from here on is the same number."""
-        self.ended = self.mark()
+    def end(self) -> None:
+        """Stop the clocks, so that everything said of the run is the same number."""
+        self.ended = self.ended or self.mark()
 
-    def on_token(self, max_tokens=None):
-        """Call for each token of spec_decode as it comes; every 16 tokens it says how things go. Into a text that is
-        being read on the same terminal it speaks only when the last word is ten seconds old, on a line of its own."""
+    def on_token(self, max_tokens: int | None = None) -> None:
+        """Count a token that was just yielded, and print a heartbeat every 16 tokens.
+
+        On a terminal that also shows the text, heartbeats are at least ten seconds apart and on a line of their own.
+        """
         now = time.perf_counter()
         if self.prefilled is None:
             self.prefill_done()
-            self.said = now
+            self.heartbeat_at = now
+        num_tokens = self.counters.tokens
         if max_tokens and Terminal.has_bar and not Terminal.is_shared:
-            seconds = now - self.prefilled.seconds
-            show_progress("decode", self.counters.tokens / max_tokens, seconds, f"{self.counters.tokens} tokens")
-        if self.counters.tokens % HEARTBEAT_EVERY:
+            seconds = now - self.prefilled.seconds if self.prefilled else 0.0
+            show_progress("decode", num_tokens / max_tokens, seconds, f"{num_tokens} tokens")
+        if num_tokens % HEARTBEAT_EVERY or (Terminal.is_shared and now - self.heartbeat_at < QUIET_SECONDS):
             return
-        if Terminal.is_shared and now - self.said < QUIET_SECONDS:
-            return
-        self.said = now
+        self.heartbeat_at = now
         # The prefill paid for the first token.
-        line = f"[t={self.counters.tokens}  {self.state(self.counters.tokens - 1)}]"
+        line = f"[t={num_tokens}  {self.heartbeat(num_tokens - 1)}]"
         say(f"\n{line}" if Terminal.is_shared else line)
 
-    def phases(self):
-        """-> (prefill, decode) up to the end, or up to now: Marks of what happened in each."""
-        now = self.ended or self.mark()
-        prefilled = self.prefilled or now
-        return prefilled.since(self.started), now.since(prefilled)
-
-    def state(self, num_decoded):
+    def heartbeat(self, num_decoded: int) -> str:
         """RSS, hit rate, speed and tokens per forward in one line."""
-        _, decode = self.phases()
+        decode = self.phases()[1]
         speed = f"{num_decoded / decode.seconds:.1f}" if num_decoded > 0 and decode.seconds > 0 else "-"
         return (
             f"RSS {rss_bytes() / 1e9:.2f} GB  hit {decode.cache.hit_rate:.1%}  {speed} tok/s  "
             f"{self.counters.tokens_per_forward:.2f} tok/fw"
         )
 
+    def phases(self) -> tuple[CounterMark, CounterMark]:
+        """-> (prefill, decode) up to the end, or up to now."""
+        now = self.ended or self.mark()
+        prefilled = self.prefilled or now
+        return prefilled.since(self.started), now.since(prefilled)
+
     @property
-    def drive_speed(self):
-        """Bytes a second that the drives give to plain reads, as measured at their first use; None: not measured."""
+    def drive_speed(self) -> float | None:
+        """Bytes a second of plain reads from all drives, as measured at their first use; None: not measured."""
         drives = self.loaded.disk.drives.all
         known = all(drive.speed.arms for drive in drives)
         return sum(drive.speed.gigabytes_per_second for drive in drives) * 1e9 if known else None
 
-    def numbers(self, num_decoded, **more):
-        """Every number of the run, as REPORT holds it: docs/report.md. `num_decoded` tokens took the decode time."""
-        (prefill, decode), c, experts = self.phases(), self.counters, self.model.experts
-        # What a replay measures is the decode alone.
-        is_replay = self.mode == "replay"
+    def finish(
+        self, settings: "Settings", num_decoded: int = 0, usage_tokens: int | None = None, **more: object
+    ) -> None:
+        """End the run: print statistics and profile, add to the usage history, write REPORT.
+
+        num_decoded: tokens that took the decode time. usage_tokens: tokens that went through the layers, for modes
+        whose expert use is learned from. more: keys of REPORT that this mode alone has.
+        """
+        self.end()
+        numbers = self.numbers(num_decoded, **more)
+        self.say_statistics(num_decoded)
+        say(profile_line(numbers["profile"]))
+        if usage_tokens is not None:
+            save_usage(self.loaded, usage_tokens)
+        write_report(settings, numbers)
+
+    def numbers(self, num_decoded: int, **more: object) -> dict[str, Any]:
+        """Every number of the run under the keys of REPORT (docs/report.md)."""
+        prefill, decode = self.phases()
+        counters, experts, plan = self.counters, self.model.experts, self.loaded.plan
+        is_replay = self.mode == "replay"  # which measures the decode phase alone
         whole = decode if is_replay else (self.ended or self.mark()).since(self.started)
-        cache, plan = whole.cache, self.loaded.plan
+        cache = whole.cache
         tokens = num_decoded if is_replay else num_decoded + self.num_prompt_ids
         profile = {"expert-disk": cache.wait_seconds, **whole.profile}
         profile["rest"] = whole.seconds - sum(profile.values())
@@ -122,15 +150,15 @@ class RunReport:
             "model_type": self.model.config.model_type,
             "kernels": self.loaded.kernels.removeprefix("[kernels] "),
             "prompt_tokens": self.num_prompt_ids,
-            "tokens": num_decoded if is_replay else c.tokens,
+            "tokens": num_decoded if is_replay else counters.tokens,
             "prefill_s": prefill.seconds,
             "decode_s": decode.seconds,
             "tok_s": divide(num_decoded, decode.seconds) or None,
-            "forwards": c.forwards,
-            "tokens_per_forward": c.tokens_per_forward if c.forwards else None,
-            "drafts_proposed": c.proposed,
-            "drafts_accepted": c.accepted,
-            **self.governor.numbers(),
+            "forwards": counters.forwards,
+            "tokens_per_forward": counters.tokens_per_forward if counters.forwards else None,
+            "drafts_proposed": counters.proposed,
+            "drafts_accepted": counters.accepted,
+            **self.draft_length.numbers(),
             "hits": cache.hits,
             "misses": cache.misses,
             "hit_rate": cache.hit_rate,
@@ -156,28 +184,27 @@ class RunReport:
             **more,
         }
 
-    def summary(self, num_decoded):
-        """What the run did, as a table, and its profile."""
+    def say_statistics(self, num_decoded: int) -> None:
+        """Print a table of both phases, then what the prefetch, the cache, memory and draft tokens did."""
         prefill, decode = self.phases()
-        rows = [self.row("prefill", prefill, self.num_prompt_ids)]
+        rows = [HEAD, self.table_row("prefill", prefill, self.num_prompt_ids)]
         if num_decoded > 0:
-            rows.append(self.row("decode", decode, num_decoded))
-        widths = [max(len(row[i]) for row in (HEAD, *rows)) for i in range(len(HEAD))]
-        for row in (HEAD, *rows):
+            rows.append(self.table_row("decode", decode, num_decoded))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        for row in rows:
             say("[run] " + "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
-        whole = (self.ended or self.mark()).since(self.started)
-        useful, wasted = whole.cache.ahead_useful_bytes / 1e9, whole.cache.ahead_wasted_bytes / 1e9
+        cache = (self.ended or self.mark()).since(self.started).cache
         say(
-            f"[run] read ahead: {useful:.3f} GB useful, {wasted:.3f} GB wasted | "
-            f"cache {self.model.experts.num_bytes / 1e9:.2f} GB | peak RSS {peak_rss_bytes() / 1e9:.2f} of "
-            f"{self.loaded.plan.budget_bytes / 1e9:.2f} GB | {self.counters.tokens_per_forward:.2f} tokens a forward"
+            f"[run] expert prefetch: {cache.ahead_useful_bytes / 1e9:.3f} GB used, "
+            f"{cache.ahead_wasted_bytes / 1e9:.3f} GB wasted | "
+            f"expert cache {self.model.experts.num_bytes / 1e9:.2f} GB | "
+            f"peak RSS {peak_rss_bytes() / 1e9:.2f} of {self.loaded.plan.budget_bytes / 1e9:.2f} GB | "
+            f"{self.counters.tokens_per_forward:.2f} tokens a forward"
         )
-
-        for line in self.governor.lines():
+        for line in self.draft_length.lines():
             say(line)
 
-    def row(self, phase, mark, tokens):
-        """One line of the table."""
+    def table_row(self, phase: str, mark: CounterMark, tokens: int) -> tuple[str, ...]:
         cache, speed = mark.cache, self.drive_speed
         return (
             phase,
@@ -193,22 +220,31 @@ class RunReport:
         )
 
 
-# GB/s while something was read; U: bytes over the whole time, as a share of what the drive gives to plain reads.
-HEAD = ("", "tokens", "s", "tok/s", "hit", "experts read/tok", "GB/tok", "GB/s", "U", "waiting")
+def say_loaded(loaded: LoadedModel) -> None:
+    """Print what a loaded model runs on: kernels, drives, usage history."""
+    for line in (loaded.kernels, loaded.drive, loaded.history):
+        if line:
+            say(line)
 
 
-def divide(a, b):
-    """a / b, 0 where there is nothing to divide by."""
+def save_usage(loaded: LoadedModel, num_tokens: int) -> None:
+    """Add the expert use of a run of `num_tokens` to the history that the next run begins with."""
+    if loaded.usage:
+        loaded.usage.save(loaded.model.experts.counts(), num_tokens)
+
+
+def divide(a: float, b: float) -> float:
+    """a / b, 0 for b = 0."""
     return a / b if b else 0.0
 
 
-def profile_line(profile):
+def profile_line(profile: dict[str, float]) -> str:
     """PROFILE: expert-disk a | expert-matmul b | attention c | lm_head d | ... | rest z s"""
     return "PROFILE: " + " | ".join(f"{stage} {seconds:.2f}" for stage, seconds in profile.items()) + " s"
 
 
-def check_report(settings):
-    """Refuse a REPORT that cannot be written before the run, not after it."""
+def check_report(settings: "Settings") -> None:
+    """Refuse a REPORT that cannot be written before the run instead of after it."""
     if not settings.report:
         return
     path = Path(settings.report).resolve()
@@ -220,8 +256,8 @@ def check_report(settings):
         raise Refused(f"REPORT={settings.report}: cannot be written; check the permissions")
 
 
-def write_report(settings, numbers):
-    """REPORT=file.json: the numbers of a run, whole or not at all. A pipe or device is written to, not replaced."""
+def write_report(settings: "Settings", numbers: dict[str, Any]) -> None:
+    """Write REPORT, complete or not at all. A pipe or device is written to instead of being replaced."""
     if not settings.report:
         return
     path, text = Path(settings.report).resolve(), json.dumps(numbers, indent=1) + "\n"

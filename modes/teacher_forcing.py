@@ -1,38 +1,40 @@
-"""TF: run over the full_ids of REF, compare the argmax after every token with its tf_pred."""
+"""TF, teacher forcing: one pass over full_ids of REF, the argmax after every token compared with tf_pred."""
+
+from typing import TYPE_CHECKING
 
 from errors import Refused
 from forward.kv_cache import make_kv_cache
 from forward.step import step_logprobs
-from load.model import load_model
+from load.model import OpenedSnapshot, load_model
 from machine.console import PrefillProgress, say
 from modes.reference import read_reference, reference_path
-from modes.report import RunReport, profile_line, write_report
+from modes.report import RunReport
 
-MAX_LISTED = 20
+if TYPE_CHECKING:
+    from settings import Settings
+
+MAX_LISTED = 20  # differences
 
 
-def forward_all(settings, opened):
+def run_teacher_forcing(settings: "Settings", opened: OpenedSnapshot) -> int:
     """-> 0 when the argmax after every position equals the reference, else 1."""
     reference = read_reference(settings, opened, "full_ids", "tf_pred")
     ids, expected = reference["full_ids"], reference["tf_pred"]
     if len(ids) != len(expected):
         raise Refused(f"{reference_path(settings)}: tf_pred has {len(expected)} entries for {len(ids)} of full_ids")
     loaded = load_model(settings, opened)
-    model, run = loaded.model, RunReport("tf", loaded)
+    model = loaded.model
+    run = RunReport("tf", loaded)
     run.num_prompt_ids = len(ids)
     kv = make_kv_cache(model.config, len(ids))
     predicted = step_logprobs(model, [(ids, kv)], expected, PrefillProgress(len(ids)))[1].tolist()
     run.end()
-    seconds = run.phases()[0].seconds
-    wrong = [i for i, (a, b) in enumerate(zip(predicted, expected, strict=True)) if a != b]
-    for i in wrong[:MAX_LISTED]:
+    differs = [i for i, (a, b) in enumerate(zip(predicted, expected, strict=True)) if a != b]
+    for i in differs[:MAX_LISTED]:
         say(f"[tf] position {i}: {predicted[i]}, the reference says {expected[i]}")
-    if len(wrong) > MAX_LISTED:
-        say(f"[tf] and {len(wrong) - MAX_LISTED} more")
-    right = len(ids) - len(wrong)
-    print(f"PREFILL (teacher-forcing): {right}/{len(ids)} positions equal | {len(ids) / seconds:.1f} pos/s")
-    numbers = run.numbers(0, equal=right, compared=len(ids))
-    run.summary(0)
-    say(profile_line(numbers["profile"]))
-    write_report(settings, numbers)
-    return 1 if wrong else 0
+    if len(differs) > MAX_LISTED:
+        say(f"[tf] and {len(differs) - MAX_LISTED} more")
+    num_equal, seconds = len(ids) - len(differs), run.phases()[0].seconds
+    print(f"PREFILL (teacher-forcing): {num_equal}/{len(ids)} positions equal | {len(ids) / seconds:.1f} pos/s")
+    run.finish(settings, equal=num_equal, compared=len(ids))
+    return 1 if differs else 0

@@ -1,13 +1,13 @@
-"""lm_eval (the evaluation harness) on any snapshot, without a server: multiple choice, perplexity, generation.
+"""Run lm_eval (the evaluation harness) on any snapshot, without a server: multiple choice, perplexity, generation.
 
     python scripts/lm_eval_model.py --tasks arc_easy,hellaswag --limit 50
     SNAP=/models/glm-5.2-int4 RAM_GB=25 python scripts/lm_eval_model.py --tasks gsm8k --apply_chat_template 0 4 8
     python scripts/lm_eval_model.py --tasks colibri_choice,colibri_write --include_path tests/fixtures/lm_eval
 
 Tasks are lm_eval's own (`lm_eval ls tasks` lists them; most download their data), or those of --include_path.
-Arguments and variables are those of colibri.py, but for those that choose a mode: CTX bounds a request, what is longer
-is cut on the left and said; KV_SLOTS answers are generated at a time; PREFIX=0 leaves out the family's prefix, with
-which every text begins otherwise; THINK=1 asks the chat template for thoughts. Log-likelihoods are those of SCORE.
+Arguments and variables are those of colibri.py, except those that choose a mode: CTX bounds a request, a longer one is
+truncated on the left with a notice; KV_SLOTS answers are generated at a time; PREFIX=0 leaves out the family's prefix;
+THINK=1 asks the chat template for reasoning. Log-likelihoods are those of SCORE.
 
 stdout gets lm_eval's table, and as its last line JSON with every number; exit codes are those of colibri.py. Needs
 `pip install -c constraints.txt -e .[lm_eval]`.
@@ -18,29 +18,27 @@ import importlib.util
 import json
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from dev.evaluation import Evaluation, EvaluationOptions
 from errors import Refused
-from forward.finite import NonFinite
-from load.model import check_folder, load_model
-from machine.console import announce, say, say_warnings
+from load.model import OpenedSnapshot, check_folder, load_model
+from machine.console import say
 from machine.exit import exit_code
+from modes.run import run_mode, without_mode
 from modes.serve import open_server
 from scripts.options import OneLineParser, whole_from
 from settings import Settings
 
-OTHER_MODES = ("prompt", "score", "serve", "ref", "replay", "tf", "report")  # settings that mean nothing here
 
-
-def make_lm(evaluation, name):
-    """An Evaluation -> what lm_eval calls a model."""
+def make_lm(evaluation: Evaluation, name: str) -> Any:
+    """Wrap an Evaluation as a model of lm_eval."""
     from lm_eval.api.model import LM
 
     class SnapshotLM(LM):
-        """Requests come with their arguments in `args`; results go back in their order."""
+        """A request holds its arguments in `args`; results are in the order of the requests."""
 
         tokenizer_name = name
 
@@ -67,9 +65,11 @@ def make_lm(evaluation, name):
     return SnapshotLM()
 
 
-def find_tasks(names, include_path):
-    """-> a TaskManager of lm_eval that knows all of `names`. Its own thousands of tasks, which take seconds to read,
-    are looked at only when the folder does not have them."""
+def find_tasks(names: list[str], include_path: str | None) -> Any:
+    """-> a TaskManager of lm_eval that knows all of `names`.
+
+    lm_eval's own thousands of tasks take seconds to read: only where the folder does not have the names.
+    """
     from lm_eval.tasks import TaskManager
 
     if include_path:
@@ -82,8 +82,14 @@ def find_tasks(names, include_path):
     return manager
 
 
-def report(results, evaluation, opened, args, seconds):
-    """What lm_eval found -> the last line: every metric of every task, and how it was asked."""
+def results_json(
+    results: dict[str, Any],
+    evaluation: Evaluation,
+    opened: OpenedSnapshot,
+    args: argparse.Namespace,
+    seconds: float,
+) -> dict[str, Any]:
+    """The results of lm_eval as the last line of stdout: every metric of every task, and the options of the run."""
     tasks = {
         task: {key: value for key, value in metrics.items() if isinstance(value, int | float)}
         for task, metrics in results["results"].items()
@@ -103,37 +109,30 @@ def report(results, evaluation, opened, args, seconds):
     }
 
 
-def evaluate(args):
+def evaluate(args: argparse.Namespace) -> int:
     """-> exit code."""
     if importlib.util.find_spec("lm_eval") is None:
         raise Refused("lm_eval is not installed: pip install -c constraints.txt -e .[lm_eval]")
-    settings = Settings.read(args.sizes)
-    ignored = [name.upper() for name in OTHER_MODES if getattr(settings, name) not in (None, False)]
-    for notice in (*settings.notices, *(f"[env] {name} means nothing here: ignored" for name in ignored)):
-        say(notice)
-    settings = replace(settings, prompt=None, score=None, serve=None, replay=False, tf=False)
+    settings = without_mode(Settings.read(args.sizes), "an evaluation")
     if args.include_path and not Path(args.include_path).is_dir():
         raise Refused(f"--include_path {args.include_path}: no such folder")
     check_folder(settings)
     tasks = [name for name in args.tasks.split(",") if name]
     manager = find_tasks(tasks, args.include_path)
-    opened = open_server(settings)
-    announce(opened)
-    say_warnings()
-    try:
+
+    def mode(settings: Settings, opened: OpenedSnapshot) -> int:
         evaluation = Evaluation(settings, opened)
         loaded = load_model(settings, opened)
         say(loaded.kernels)
         evaluation.load(loaded)
         return run_tasks(evaluation, opened, tasks, manager, args)
-    except NonFinite as error:
-        say(f"lm_eval_model: {error}")
-        return 1
-    finally:
-        opened.close()
+
+    return run_mode("lm_eval_model", settings, mode, open_server)
 
 
-def run_tasks(evaluation, opened, tasks, manager, args):
+def run_tasks(
+    evaluation: Evaluation, opened: OpenedSnapshot, tasks: list[str], manager: Any, args: argparse.Namespace
+) -> int:
     from lm_eval import simple_evaluate
     from lm_eval.utils import make_table
 
@@ -151,13 +150,13 @@ def run_tasks(evaluation, opened, tasks, manager, args):
     print(make_table(results))
     if results.get("groups"):
         print(make_table(results, "groups"))
-    print(json.dumps(report(results, evaluation, opened, args, seconds)))
+    print(json.dumps(results_json(results, evaluation, opened, args, seconds)))
     return 0
 
 
-def main(arguments=None):
+def main(arguments: list[str] | None = None) -> int:
     parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tasks", required=True, help="names of tasks or groups, with commas between")
+    parser.add_argument("--tasks", required=True, help="comma-separated names of tasks or groups")
     parser.add_argument("--limit", type=whole_from(1), help="documents of each task; all by default")
     parser.add_argument("--num_fewshot", type=whole_from(0), help="examples before each question (the task's own)")
     parser.add_argument("--apply_chat_template", action="store_true", help="put questions into the chat template")

@@ -32,7 +32,13 @@ def project_files(pattern="*"):
 
 
 def imports_of(path):
-    for node in ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8"))):
+    """Names of imported modules; the type Settings, imported under TYPE_CHECKING to annotate with it, is no import."""
+    tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
+    blocks = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    types = [node for block in blocks for node in block.body if getattr(node, "module", None) == "settings"]
+    for node in ast.walk(tree):
+        if node in types:
+            continue
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

@@ -212,7 +212,7 @@ def test_every_character_of_a_continuation_is_scored(load):
     reader = ScoreFileReader(Settings.read([], {"PREFIX": "0"}), load(EMBEDDED_SNAPSHOT))
     text = "And it came to pass in those days, that there went out a decree from the king over the waters"
     for at in range(1, len(text)):
-        request = reader.read(json.dumps({"context": text[:at], "continuation": text[at:]}))
+        request = reader.parse_line(json.dumps({"context": text[:at], "continuation": text[at:]}))
         context = text[:at].rstrip()
         assert reader.tokenizer.decode(list(request.context)) == context
         assert reader.tokenizer.decode(list(request.continuation)) == text[len(context) :]

@@ -24,7 +24,8 @@ from generate.draft_length import DraftLength
 from generate.sampler import Sampler
 from machine.exit import Terminated
 from modes import chat
-from modes.chat import Chat, ChatHistory, PrefillStopped, StopKey
+from modes.chat import Chat, PrefillStopped, StopKey
+from modes.chat_history import ChatHistory
 from scripts import chat_cli
 from settings import EMBEDDED_SNAPSHOT, Settings
 from snapshot.config import read_config
@@ -68,11 +69,11 @@ class Dialogue:
 
     def turn(self, text, stop_key=None):
         """-> (ids of the prompt, the answer, what cut it off)."""
-        ids, shown = self.history.ask(text), []
+        ids, shown = self.history.add_question(text), []
         self.rows.append([])
-        answer, cut = self.chat.reply(ids, stop_key or StopKey(), shown.append)
+        answer, cut = self.chat.generate_answer(ids, stop_key or StopKey(), shown.append)
         assert "".join(shown) == answer + "\n"
-        self.history.answer(answer)
+        self.history.add_answer(answer)
         return ids, answer, cut
 
     def fresh(self, ids, num_tokens=12):
@@ -109,7 +110,10 @@ def test_every_turn_equals_a_fresh_prefill_and_reads_in_only_what_is_new(load, d
         held, cuts, before = dialogue.chat.ids[: dialogue.chat.kv.length], [*cuts, cut], ids
     assert {None, "cut off at NGEN=10"} == set(cuts)
     totals = dialogue.chat.totals
-    assert totals.answers == 4 and totals.prefilled == sum(rows[0] for rows in dialogue.rows) < totals.prompt_ids
+    assert (
+        totals.num_answers == 4
+        and totals.num_prefilled == sum(rows[0] for rows in dialogue.rows) < totals.num_prompt_ids
+    )
 
 
 def test_the_head_remembers_the_turns_before(load):
@@ -126,7 +130,7 @@ def test_the_head_remembers_the_turns_before(load):
     assert whole.mtp_length == known
     assert torch.equal(kv.latents[model.config.num_layers, :known], whole.latents[model.config.num_layers, :known])
     dialogue.history.clear()
-    dialogue.chat.remember(dialogue.history.start_ids)
+    dialogue.chat.keep_shared_prefix(dialogue.history.first_ids)
     ids, answer, _ = dialogue.turn("Who art thou?")
     assert answer == dialogue.fresh(ids) and kv.mtp_base == 3 and kv.mtp_length >= len(ids) - 3
 
@@ -135,7 +139,7 @@ def test_a_cleared_conversation_keeps_the_beginning_alone(load):
     dialogue = Dialogue(load)
     _, first, _ = dialogue.turn("Who art thou?")
     dialogue.history.clear()
-    dialogue.chat.remember(dialogue.history.start_ids)
+    dialogue.chat.keep_shared_prefix(dialogue.history.first_ids)
     assert dialogue.chat.kv.length == len(TOKENIZER.encode("[gMASK]<sop><|user|>"))
     ids, again, _ = dialogue.turn("Who art thou?")
     assert again == first and dialogue.rows[-1][0] == len(ids) - 3
@@ -146,7 +150,7 @@ def test_an_answer_stopped_between_tokens_stays_and_the_chat_goes_on(load):
     dialogue = Dialogue(load, DRAFT="4")
     ids, answer, cut = dialogue.turn("Who art thou?", PressAfter(5))
     assert cut == "stopped" and dialogue.fresh(ids).startswith(answer) and 0 < len(answer) < len(dialogue.fresh(ids))
-    assert dialogue.chat.totals.tokens <= 8  # those of one forward may come together
+    assert dialogue.chat.totals.num_tokens <= 8  # those of one forward may come together
     ids, answer, _ = dialogue.turn("Go on.")
     assert TOKENIZER.decode(ids).count("<|user|>") == 2 and answer == dialogue.fresh(ids)
 
@@ -154,10 +158,12 @@ def test_an_answer_stopped_between_tokens_stays_and_the_chat_goes_on(load):
 def test_a_question_stopped_while_it_is_read_in_leaves_the_state_whole(load):
     dialogue = Dialogue(load, PREFILL_CHUNK=8, DRAFT="4")
     dialogue.turn("Who art thou?")
-    ids = dialogue.history.ask("Tell me of the king, and of the house of the king, and of his brother, and of all.")
+    ids = dialogue.history.add_question(
+        "Tell me of the king, and of the house of the king, and of his brother, and of all."
+    )
     with pytest.raises(PrefillStopped):
-        dialogue.chat.reply(ids, PressAfter(8), pytest.fail)  # in the second chunk
-    dialogue.history.take_back()
+        dialogue.chat.generate_answer(ids, PressAfter(8), pytest.fail)  # in the second chunk
+    dialogue.history.drop_question()
     kv = dialogue.chat.kv
     assert 0 < kv.length < len(ids) and dialogue.chat.ids[: kv.length] == ids[: kv.length]
     ids, answer, _ = dialogue.turn("Why?")
@@ -166,10 +172,12 @@ def test_a_question_stopped_while_it_is_read_in_leaves_the_state_whole(load):
 
 def test_the_statistics_name_every_number(load):
     dialogue = Dialogue(load)
-    assert "0 answers, 0 tokens  - tok/s" in dialogue.chat.stats()
+    assert "0 answers, 0 tokens  - tok/s" in dialogue.chat.statistics_line()
     dialogue.turn("Who art thou?")
-    pattern = r"1 answers, \d+ tokens  [\d.]+ tok/s .* hit [\d.]+%  RSS [\d.]+ GB \| (\d+) of \1 prompt tokens"
-    line = dialogue.chat.stats()
+    pattern = (
+        r"1 answers, \d+ tokens  [\d.]+ tok/s .* hit [\d.]+%  RSS [\d.]+ GB \| (\d+) of \1 prompt tokens prefilled"
+    )
+    line = dialogue.chat.statistics_line()
     assert re.search(pattern, line) and line.endswith(f"KV {dialogue.chat.kv.length} of 512 positions")
 
 
@@ -179,10 +187,10 @@ def test_the_statistics_name_every_number(load):
 def test_a_full_context_forgets_the_oldest_turns(capsys):
     history = history_of(ctx=100, NGEN=20)
     for number in range(12):
-        ids = history.ask(f"Question {number}, what is it that the king said?")
+        ids = history.add_question(f"Question {number}, what is it that the king said?")
         assert len(ids) + history.reserve - 1 <= 100 and len(history.messages) % 2 == 1
         assert history.messages[-1]["content"].startswith(f"Question {number},")
-        history.answer("He said nothing.")
+        history.add_answer("He said nothing.")
     said = capsys.readouterr().err.splitlines()
     assert 0 < len(said) < 6  # several turns at once, for each time all is read in again
     assert all(re.fullmatch(r"\[chat\] CTX=100 is full: the oldest (turn is|\d turns are) forgotten", s) for s in said)
@@ -190,13 +198,13 @@ def test_a_full_context_forgets_the_oldest_turns(capsys):
 
 def test_a_message_that_does_not_fit_is_refused_and_changes_nothing(capsys):
     history = history_of(ctx=64)
-    history.ask("Who art thou?")
-    history.answer("I am he.")
+    history.add_question("Who art thou?")
+    history.add_answer("I am he.")
     before = list(history.messages)
     with pytest.raises(Refused, match=r"the message has \d+ tokens, CTX is 64"):
-        history.ask("the king " * 60)
+        history.add_question("the king " * 60)
     assert history.messages == before and capsys.readouterr().err == ""
-    assert len(history.ask("the king " * 20)) <= 64  # alone it fits, with less room for an answer
+    assert len(history.add_question("the king " * 20)) <= 64  # alone it fits, with less room for an answer
     assert len(history.messages) == 1
 
 
@@ -210,9 +218,9 @@ def test_a_message_that_does_not_fit_is_refused_and_changes_nothing(capsys):
 )
 def test_thoughts_are_whole_in_the_history(text, rendered):
     history = history_of(THINK=1)
-    history.ask("2+2?")
-    history.answer(text)
-    again = TOKENIZER.decode(history.ask("Sure?"))
+    history.add_question("2+2?")
+    history.add_answer(text)
+    again = TOKENIZER.decode(history.add_question("Sure?"))
     assert again == f"[gMASK]<sop><|user|>2+2?<|assistant|>{rendered}<|user|>Sure?<|assistant|><think>"
 
 
@@ -220,7 +228,7 @@ def test_the_prefix_comes_before_a_template_without_it(text_folder):
     (text_folder / "chat_template.jinja").write_text("{{ messages[-1].content }}:")
     tokenizer, settings = TextTokenizer(text_folder, CONFIG), Settings.read([], {})
     history = ChatHistory(settings, CONFIG, tokenizer, 100)
-    assert tokenizer.decode(history.ask("Speak")) == "[gMASK]<sop>Speak:"
+    assert tokenizer.decode(history.add_question("Speak")) == "[gMASK]<sop>Speak:"
 
 
 # --- the program, called in this process -----------------------------------------------------------------------------
@@ -250,7 +258,7 @@ def test_every_line_of_a_pipe_is_a_turn(run_chat):
     first, unknown, again = out.splitlines()
     assert code == 0 and first == again != unknown and "> " not in out + err
     assert "1 answers" in err and "a new conversation" in err and "goodbye" not in err
-    assert "[chat] /nothing is no command; there are /clear, /stats, /quit and /exit" in err
+    assert "[chat] /nothing is not a command; the commands are /clear, /stats, /quit and /exit" in err
     assert run_chat(b"Who art thou?")[1] == first + "\n"  # the last line may lack its end
     assert run_chat(b"/exit\nx")[:2] == (0, "")
 
@@ -282,7 +290,7 @@ def test_one_shot_equals_prompt_with_the_template(run_chat, monkeypatch, capfdbi
 
 def test_variables_of_other_modes_are_said_to_do_nothing(run_chat):
     code, _, err = run_chat(b"", PROMPT="x", TF=1, SCORE="no-file")
-    assert code == 0 and re.findall(r"\[env\] (\w+) means nothing to a chat", err) == ["PROMPT", "SCORE", "TF"]
+    assert code == 0 and re.findall(r"\[env\] (\w+) has no effect on a chat", err) == ["PROMPT", "SCORE", "TF"]
 
 
 @pytest.mark.parametrize(

@@ -64,9 +64,9 @@ def test_check_and_tf_on_every_fixture(run_colibri, oracle_folder, tmp_path, nam
     [
         ({"tf_pred": None}, "tf_pred is missing"),
         ({"tf_pred": [1]}, "tf_pred has 1 entries for"),
-        ({"full_ids": []}, "full_ids is missing or no list"),
-        ({"full_ids": [1, 9999]}, r"full_ids[1] is 9999, no id of a vocabulary of 2048"),
-        ({"full_ids": [1, "x"]}, "full_ids[1] is 'x'"),
+        ({"full_ids": []}, "full_ids is empty"),
+        ({"full_ids": [1, 9999]}, "full_ids[1]=9999: expected a whole number from 0 to 2047"),
+        ({"full_ids": [1, "x"]}, "full_ids[1]='x': expected a whole number"),
     ],
 )
 def test_a_bad_reference_is_refused(run_colibri, tmp_path, change, message):

@@ -71,6 +71,7 @@ def environment(variables):
 def serve(replies):
     sys.path.insert(0, str(ROOT))
     import colibri
+    import modes.chat
     import modes.check
     import modes.replay
     import modes.score

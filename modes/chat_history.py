@@ -1,0 +1,82 @@
+"""ChatHistory: the messages of an interactive chat, and the token ids that they become."""
+
+from typing import TYPE_CHECKING, Any
+
+from errors import Refused
+from machine.console import say
+from snapshot.config import ModelConfig
+from text.prompt import PromptPrefix, positions_needed
+from text.tokenizer import TextTokenizer
+
+if TYPE_CHECKING:
+    from settings import Settings
+
+Message = dict[str, Any]
+
+
+class ChatHistory:
+    """Questions and answers by turns. Every prompt is the whole history in the chat template."""
+
+    def __init__(self, settings: "Settings", config: ModelConfig, tokenizer: TextTokenizer, context: int) -> None:
+        """Refused for a snapshot whose chat template is missing or fails."""
+        if not isinstance(tokenizer.chat_template, str):
+            raise Refused(
+                f"{tokenizer.path.parent}: has no chat template (chat_template.jinja), so it cannot chat; "
+                "colibri.py continues plain text (PROMPT)"
+            )
+        self.tokenizer = tokenizer
+        self.think = settings.think
+        self.context = context
+        self.prefix = PromptPrefix(config, tokenizer, settings.prefix)
+        self.reserve = max(1, min(settings.ngen, context // 4))  # tokens kept free for an answer
+        self.messages: list[Message] = []
+        self.is_thinking = False  # the template opened <think>, so the answer begins with reasoning
+        self.first_ids = self.encode([question("x")])  # shares its first ids with every conversation
+
+    def encode(self, messages: list[Message]) -> list[int]:
+        """-> the prompt ids after which the answer comes."""
+        text = self.tokenizer.render_chat(messages, self.think)
+        self.is_thinking = text.rstrip().endswith("<think>")
+        ids = self.prefix.prepend(self.tokenizer.encode(text))
+        if not ids:
+            raise Refused(f"{self.tokenizer.path.parent}: the chat template makes no token of a message")
+        return ids
+
+    def add_question(self, text: str) -> list[int]:
+        """-> the prompt ids. Drops the oldest turns, with a notice, where CTX is full.
+
+        Refused, and nothing changed, when the question does not fit CTX by itself.
+        """
+        messages = [*self.messages, question(text)]
+        ids = self.encode(messages)
+        if positions_needed(len(ids), self.reserve) > self.context:
+            # Down to half of CTX at once: every drop means a prefill of all that is left.
+            while len(messages) > 1 and len(ids) > self.context // 2:
+                messages = messages[2:]
+                ids = self.encode(messages)
+        if len(ids) > self.context:
+            raise Refused(f"the message has {len(ids)} tokens, CTX is {self.context}; raise CTX or shorten it")
+        if num_dropped := (len(self.messages) + 1 - len(messages)) // 2:
+            turns = "turn is" if num_dropped == 1 else f"{num_dropped} turns are"
+            say(f"[chat] CTX={self.context} is full: the oldest {turns} forgotten")
+        self.messages = messages
+        return ids
+
+    def add_answer(self, text: str) -> None:
+        """Add the answer to the last question, complete or cut off; unfinished reasoning is closed."""
+        message = {"role": "assistant", "content": text}
+        if self.is_thinking or text.startswith("<think>"):
+            reasoning, _, content = text.removeprefix("<think>").partition("</think>")
+            message |= {"reasoning_content": reasoning, "content": content}
+        self.messages.append(message)
+
+    def drop_question(self) -> None:
+        """Remove the last question, which got no answer."""
+        self.messages.pop()
+
+    def clear(self) -> None:
+        self.messages = []
+
+
+def question(text: str) -> Message:
+    return {"role": "user", "content": text}

@@ -1,0 +1,57 @@
+"""run_mode: open the snapshot, announce what will run, run one mode. Used by every program that loads a model."""
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from forward.finite import NonFinite
+from load.model import OpenedSnapshot, check_folder, open_snapshot
+from machine.console import Terminal, announce, say, say_warnings
+from modes.report import check_report
+
+if TYPE_CHECKING:
+    from settings import Settings
+
+Mode = Callable[["Settings", OpenedSnapshot], int]
+MODE_SETTINGS = ("prompt", "score", "serve", "ref", "replay", "tf", "report")
+
+
+def run_mode(
+    program: str,
+    settings: "Settings",
+    mode: Mode,
+    open_for: Callable[["Settings"], OpenedSnapshot] = open_snapshot,
+) -> int:
+    """-> the exit code of `mode`, which loads the weights once its own input is checked; 1 for a NaN or infinity.
+
+    program: the name that begins the line of that error. open_for: opens the snapshot, planned for this mode.
+    """
+    set_up_terminal(settings)
+    for notice in settings.notices:
+        say(notice)
+    check_report(settings)
+    check_folder(settings)
+    opened = open_for(settings)
+    try:
+        announce(opened)
+        say_warnings()
+        return mode(settings, opened)
+    except NonFinite as error:
+        say(f"{program}: {error}")
+        return 1
+    finally:
+        opened.close()
+
+
+def set_up_terminal(settings: "Settings") -> None:
+    Terminal.has_bar = sys.stderr.isatty() and not settings.dumb
+    Terminal.is_shared = sys.stderr.isatty() and sys.stdout.isatty()
+
+
+def without_mode(settings: "Settings", program: str) -> "Settings":
+    """The settings of a program that has one mode: those that choose another are unset, and a notice names each."""
+    ignored = [name for name in MODE_SETTINGS if getattr(settings, name) not in (None, False)]
+    notices = tuple(f"[env] {name.upper()} has no effect on {program}: ignored" for name in ignored)
+    plain = replace(settings, prompt=None, score=None, serve=None, ref=None, replay=False, tf=False, report=None)
+    return replace(plain, notices=settings.notices + notices)
