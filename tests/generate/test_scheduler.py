@@ -19,7 +19,7 @@ from generate.score import ScoreRequest, score_requests
 from load.model import load_model, open_snapshot
 from settings import EMBEDDED_SNAPSHOT, Settings
 from tests.conftest import FIXTURES, read_json
-from tests.support.serving import NAME, PROMPT, SECONDS, VOCAB, Heard, alone, ask, varied
+from tests.support.serving import NAME, PROMPT, SECONDS, VOCAB, EventRecorder, alone, ask, varied
 
 TINY = read_json(EMBEDDED_SNAPSHOT / "ref_glm.json")
 
@@ -67,7 +67,7 @@ def test_who_comes_and_goes_changes_nothing(serve, expected):
                 event.job.cancel()
 
     def submit(request):
-        heard[request] = Heard(then=arrive)
+        heard[request] = EventRecorder(then=arrive)
         scheduler.submit(request, heard[request])
 
     submit(requests[0])
@@ -149,7 +149,7 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(serve):
                 scheduler.submit(short, heard)
 
     talking, short = Request(PROMPT, 40), Request(PROMPT[3:9], 3)
-    heard = Heard(3, count)
+    heard = EventRecorder(3, count)
     scheduler.submit(talking, heard)
     heard.wait()
     assert forwards[short][0] - waited[0] == 1 and forwards[long][0] - waited[0] > 5
@@ -168,7 +168,7 @@ def test_the_oldest_prompt_gets_on_whatever_shorter_ones_come(serve):
                 for i in range(2):
                     scheduler.submit(Request(PROMPT[i : i + 6], 1), then)
 
-    then, long = Heard(10**6, more), Request(tuple(range(60)), 1)
+    then, long = EventRecorder(10**6, more), Request(tuple(range(60)), 1)
     for request in (long, Request(PROMPT[:6], 1), Request(PROMPT[1:7], 1)):
         scheduler.submit(request, then)
     deadline = time.monotonic() + SECONDS
@@ -186,7 +186,7 @@ def test_an_expert_of_several_requests_is_asked_for_once(serve):
         return plain(layer, uses, rows)
 
     scheduler.model.experts.request = request
-    block = Heard(1, lambda e: time.sleep(0.3) if isinstance(e, Started) else None)
+    block = EventRecorder(1, lambda e: time.sleep(0.3) if isinstance(e, Started) else None)
     scheduler.submit(Request(tuple(TINY["prompt_ids"]), 8), block)
     others = [ask(scheduler, Request(tuple(TINY["full_ids"][i : i + 5]), 8)) for i in range(5)]
     assert all(len(h.ids()) == 8 for h in [block, *others])
@@ -333,7 +333,7 @@ def test_nothing_is_reused_past_the_first_token_that_differs(serve):
 
 def test_a_busy_slot_gives_its_beginning(serve):
     scheduler = serve(2, DRAFT="3")
-    heard, then = Heard(), Heard()
+    heard, then = EventRecorder(), EventRecorder()
 
     def join(event):
         if isinstance(event, NewToken) and len(heard.of(NewToken)) == 5:
@@ -380,8 +380,8 @@ def test_one_conversation_is_never_answered_twice_at_once(serve):
     """The second waits for the first; others do not wait for it."""
     scheduler, order = serve(3, DRAFT="0"), []
     note = lambda event: order.append(event.job.id) if isinstance(event, Started | Finished) else None  # noqa: E731
-    listeners = [Heard(1, note) for _ in range(3)]
-    block = Heard(1, lambda e: time.sleep(0.2) if isinstance(e, Started) else None)
+    listeners = [EventRecorder(1, note) for _ in range(3)]
+    block = EventRecorder(1, lambda e: time.sleep(0.2) if isinstance(e, Started) else None)
     scheduler.submit(Request(PROMPT[:2], 1), block)
     scheduler.submit(Request(PROMPT, 12, conversation="x"), listeners[0])
     scheduler.submit(Request((*PROMPT, 1), 3, conversation="x"), listeners[1])

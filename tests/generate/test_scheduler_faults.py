@@ -12,7 +12,7 @@ from generate.scheduler import Finished, NewToken, Prefilled, Request, Started
 from load.model import load_model
 from settings import EMBEDDED_SNAPSHOT, Settings
 from tests.conftest import FIXTURES, read_json
-from tests.support.serving import NAME, PROMPT, SECONDS, VOCAB, Heard, alone, ask, varied
+from tests.support.serving import NAME, PROMPT, SECONDS, VOCAB, EventRecorder, alone, ask, varied
 
 TINY = read_json(EMBEDDED_SNAPSHOT / "ref_glm.json")
 
@@ -36,7 +36,7 @@ def test_a_full_queue_says_when_to_come_again(serve):
             begun.set()
             go_on.wait(SECONDS)
 
-    first = Heard(2, hold)
+    first = EventRecorder(2, hold)
     scheduler.submit(Request(PROMPT, 3, num_samples=2), first)
     assert begun.wait(SECONDS)
     waiting = [ask(scheduler, Request(PROMPT[:5], 3)) for _ in range(2)]
@@ -51,7 +51,7 @@ def test_a_full_queue_says_when_to_come_again(serve):
 
 def test_without_a_queue_as_many_run_as_there_are_slots(serve):
     scheduler = serve(2, 0)
-    block = Heard(1, lambda e: time.sleep(0.3) if isinstance(e, Started) else None)
+    block = EventRecorder(1, lambda e: time.sleep(0.3) if isinstance(e, Started) else None)
     scheduler.submit(Request(PROMPT, 2), block)
     second = ask(scheduler, Request(PROMPT, 2))
     with pytest.raises(QueueFull):
@@ -92,7 +92,7 @@ def test_first_in_first_out(serve):
 def test_what_can_never_run_is_refused_at_once(serve, request_, words):
     scheduler = serve(CTX=64)
     with pytest.raises(ValueError, match=words):
-        scheduler.submit(request_, Heard())
+        scheduler.submit(request_, EventRecorder())
 
 
 @pytest.mark.parametrize(("length", "most"), [(64, 1), (60, 5), (64, 0), (1, 64)])
@@ -107,7 +107,7 @@ def test_the_largest_that_fits(serve, length, most):
 
 def test_cancel_while_a_prompt_is_read_in_stops_within_a_layer(serve, monkeypatch):
     """The slot can be used at once, answers beside it go on, and the next answer is that of a fresh start."""
-    scheduler, heard = serve(2, DRAFT="3", PREFILL_CHUNK=100), Heard()
+    scheduler, heard = serve(2, DRAFT="3", PREFILL_CHUNK=100), EventRecorder()
     layers, plain = [], scheduler.batch.watch
 
     def watch(parts):
@@ -142,7 +142,9 @@ def test_cancel_while_a_prompt_is_read_in_stops_within_a_layer(serve, monkeypatc
 
 def test_cancel_in_the_queue_and_between_tokens(serve):
     scheduler = serve(1, DRAFT="3")
-    first = Heard(1, lambda e: e.job.cancel() if isinstance(e, NewToken) and len(first.of(NewToken)) == 3 else None)
+    first = EventRecorder(
+        1, lambda e: e.job.cancel() if isinstance(e, NewToken) and len(first.of(NewToken)) == 3 else None
+    )
     scheduler.submit(Request(PROMPT, 500), first)
     waiting = ask(scheduler, Request(PROMPT, 5))
     waiting.job.cancel()

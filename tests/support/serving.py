@@ -1,4 +1,4 @@
-"""For tests of the scheduler: requests, a listener that waits, and what every token by a forward of its own gives."""
+"""Helpers of scheduler tests: requests, a recording listener, and reference ids from one full forward a token."""
 
 import threading
 
@@ -10,11 +10,11 @@ from tests.conftest import reference
 NAME = "glm_moe_dsa_mtp"
 PROMPT = tuple(reference(NAME)[0]["greedy"]["prompt"])
 VOCAB = 512
-SECONDS = 60  # after which a test gives up
+SECONDS = 60  # timeout of a test
 
 
-class Heard:
-    """A listener: what it heard, and what it does then. Waits for all rows of a request."""
+class EventRecorder:
+    """A listener that records events, calls `then` with each, and waits for the end of all rows of a request."""
 
     def __init__(self, rows=1, then=None):
         self.events, self.rows, self.then, self.is_over = [], rows, then, threading.Event()
@@ -30,7 +30,7 @@ class Heard:
         return [e for e in self.events if isinstance(e, kind) and (row is None or e.row == row)]
 
     def wait(self):
-        assert self.is_over.wait(SECONDS), "no end"
+        assert self.is_over.wait(SECONDS), "the request did not finish"
         return self
 
     def ids(self, row=0):
@@ -42,13 +42,13 @@ class Heard:
 
 
 def ask(scheduler, request, rows=1, then=None):
-    heard = Heard(rows, then)
-    heard.job = scheduler.submit(request, heard)
-    return heard
+    recorder = EventRecorder(rows, then)
+    recorder.job = scheduler.submit(request, recorder)
+    return recorder
 
 
 def varied(count, most=12):
-    """Requests that have little in common."""
+    """Requests with different prompts and sampling parameters."""
     out = []
     for i in range(count):
         prompt = tuple((id * (i + 1) + i) % VOCAB for id in PROMPT[: 3 + 4 * i % 11]) * (1 + i % 3)
@@ -58,7 +58,7 @@ def varied(count, most=12):
 
 
 def alone(model, request, row=0):
-    """The ids of a row, every token by a forward over the whole text."""
+    """The ids of a row, each token from a full forward over the text so far."""
     r = request
     sampler = Sampler(r.temperature, r.nucleus, r.seed, row, r.top_k)
     ids = naive_generate(model, r.prompt_ids, r.max_tokens, sampler)
