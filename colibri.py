@@ -24,7 +24,7 @@ def main(arguments: list[str]) -> int:
 def run(settings: Settings) -> int:
     """Run the mode that the settings choose -> exit code."""
     # Imported here: torch takes a second or two, and a mistyped variable should be reported at once.
-    from load.model import check_folder, open_snapshot
+    from load.model import open_snapshot, snapshot_folder
     from modes.chat import run_chat
     from modes.check import run_check
     from modes.reference import reference_path
@@ -50,7 +50,7 @@ def run(settings: Settings) -> int:
         mode = run_chat
     else:
         mode = run_check
-        if not settings.ref and check_folder(settings) and not reference_path(settings).exists():
+        if not settings.ref and snapshot_folder(settings) and not reference_path(settings).exists():
             print(USAGE, file=sys.stderr)
             return 2
     return run_mode("colibri", settings, mode, open_server if mode is run_serve else open_snapshot)

@@ -123,7 +123,7 @@ def run(folder, prompt):
     settings = Settings.read([], snap=folder)
     loaded = load_model(settings)
     model, native = loaded.model, dispatch.candidates[0]
-    print(f"{Path(folder).name} | {loaded.kernels} | {loaded.plan.num_slots} slots\n")
+    print(f"{Path(folder).name} | {loaded.kernels} | {loaded.plan.num_expert_slots} slots\n")
     memory = Arena(READ_BYTES).allocate(READ_BYTES).fill_(1)
 
     def read():

@@ -60,7 +60,7 @@ from forward.finite import NonFinite
 from forward.kv_cache import kv_cache_bytes
 from generate.engine import Engine
 from kernels import dispatch
-from load.model import DEFAULT_CONTEXT, check_folder, load_model, open_snapshot
+from load.model import DEFAULT_CONTEXT, load_model, open_snapshot, snapshot_folder
 from load.plan import gb
 from machine.console import announce, say
 from machine.threads import num_threads
@@ -292,7 +292,7 @@ def find_costs(loaded, per_layer, context):
     """-> Costs at `context` positions."""
     config, weights = loaded.config, loaded.model.weights
     return Costs(
-        resident_bytes=cost.resident_bytes_read(weights, config, context),
+        resident_bytes=cost.dense_bytes_read(weights, config, context),
         row_kv_bytes=cost.kv_bytes_read(config, context, weights.has_indexer),
         row_flops=cost.decode_flops(config, context, weights.has_indexer),
         expert_bytes=config.num_active_experts * sum(per_layer[layer] for layer in config.sparse_layers),
@@ -302,8 +302,8 @@ def find_costs(loaded, per_layer, context):
 def full_rows(loaded, context):
     """Rows of `context` positions that the budget has room for, with one expert of each layer in memory."""
     plan = loaded.plan
-    least = sum(len(slots.layers) * slots.slot_bytes for slots in plan.slots)
-    room = plan.budget_bytes - plan.process_bytes - plan.resident_bytes - plan.scratch_bytes - least
+    least = sum(len(slots.layers) * slots.slot_bytes for slots in plan.expert_slots)
+    room = plan.budget_bytes - plan.process_bytes - plan.dense_bytes - plan.scratch_bytes - least
     return max(0, room // kv_cache_bytes(loaded.config, context))
 
 
@@ -463,7 +463,7 @@ def run(args):
     settings = replace(Settings.read(args.arguments, draft="0"), usage=False)
     for notice in settings.notices:
         say(notice)
-    prompt, decode, limit = fit(args, read_config(check_folder(settings))[0], settings)
+    prompt, decode, limit = fit(args, read_config(snapshot_folder(settings))[0], settings)
     threads = settings.threads or num_threads()
     # Before the model takes its memory: plain reads of memory need some, too.
     dispatch.start(settings.kernels, settings.cache / "kernels", threads)
@@ -485,7 +485,7 @@ def measure(args, settings, loaded, peaks, ids, source, decode, limit, pyplot):
     bench, c_mid = InferBench(loaded, settings, ids, args.temperature), len(ids) + decode // 2
     costs = find_costs(loaded, bench.asked.bytes_of_layer, c_mid)
     dtypes = count_parameters(loaded)
-    reads_disk = bool(loaded.disk.places) and (args.cold or plan.num_slots < len(loaded.disk.places))
+    reads_disk = bool(loaded.disk.places) and (args.cold or plan.num_expert_slots < len(loaded.disk.places))
     drive = measure_drives(loaded.disk) if reads_disk else None
     step_bytes = costs.resident_bytes + costs.expert_bytes + costs.row_kv_bytes
     card = {
@@ -503,9 +503,9 @@ def measure(args, settings, loaded, peaks, ids, source, decode, limit, pyplot):
         "total_memory_bytes": plan.budget_bytes,
         "params": sum(dtypes.values()),
         "dtypes": dtypes,
-        "weight_bytes": plan.resident_bytes + loaded.disk.stored_bytes,
-        "resident_bytes": plan.resident_bytes,
-        "slots": plan.num_slots,
+        "weight_bytes": plan.dense_bytes + loaded.disk.stored_bytes,
+        "resident_bytes": plan.dense_bytes,
+        "slots": plan.num_expert_slots,
         "num_experts": len(loaded.disk.places),
         "resident_bytes_read": costs.resident_bytes,
         "expert_bytes_per_row": costs.expert_bytes,

@@ -179,8 +179,12 @@ def run(name, settings, args):
     scheduler = Scheduler(loaded, args.clients, draft=args.draft)
     texts, plan = Texts(loaded.folder, loaded.config.vocab_size), loaded.plan
     num_experts = plan.num_sparse_layers * plan.num_experts
-    fits = plan.num_slots >= num_experts
-    print(f"\n{name}: {plan.num_slots} of {num_experts} experts in memory | {loaded.kernels}", loaded.drive, flush=True)
+    fits = plan.num_expert_slots >= num_experts
+    print(
+        f"\n{name}: {plan.num_expert_slots} of {num_experts} experts in memory | {loaded.kernels}",
+        loaded.drive,
+        flush=True,
+    )
     try:
         if fits:  # until all of them are there
             measure_rate(scheduler, texts, args.clients, 1, 4 * args.tokens)

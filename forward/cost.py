@@ -172,7 +172,7 @@ def held_bytes(part):
     return sum(held_bytes(getattr(part, f.name)) for f in fields(part)) if is_dataclass(part) else 0
 
 
-def resident_bytes_read(weights, config, context):
+def dense_bytes_read(weights, config, context):
     """Of ModelWeights in one step at `context` positions, however many rows it has: all but the embedding, which is
     only looked up, the MTP layer, and what an indexer chooses with where it need not."""
     num_bytes = sum(map(held_bytes, (*weights.layers, weights.norm, weights.lm_head)))

@@ -38,7 +38,7 @@ class Scheduler:
         self.slots = [KvSlot(self.model, self.context) for _ in range(num_slots or loaded.plan.kv_slots)]
         self.governor = DraftLength(loaded.draft if draft is None else draft)
         plan = loaded.plan
-        fits_memory = plan.num_slots >= plan.num_sparse_layers * plan.num_experts
+        fits_memory = plan.num_expert_slots >= plan.num_sparse_layers * plan.num_experts
         self.batch = Batch(self.model, self.governor, fits_memory, self.free, self.finish, lambda: self.is_closing)
         self.waiting, self.changed, self.is_closing = deque(), threading.Condition(), False
         self.numbers_of_jobs, self.clock = itertools.count(1), itertools.count(1)

@@ -177,7 +177,7 @@ class RunReport:
             "peak_rss_bytes": peak_rss_bytes(),
             "budget_bytes": plan.budget_bytes,
             "context": self.loaded.context,
-            "cache_slots": plan.num_slots,
+            "cache_slots": plan.num_expert_slots,
             "cache_bytes": experts.num_bytes,
             "lossy": list(self.loaded.lossy),
             "profile": profile,

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from forward.finite import NonFinite
-from load.model import OpenedSnapshot, check_folder, open_snapshot
+from load.model import OpenedSnapshot, open_snapshot, snapshot_folder
 from machine.console import Terminal, announce, say, say_warnings
 from modes.report import check_report
 
@@ -31,7 +31,7 @@ def run_mode(
     for notice in settings.notices:
         say(notice)
     check_report(settings)
-    check_folder(settings)
+    snapshot_folder(settings)
     opened = open_for(settings)
     try:
         announce(opened)

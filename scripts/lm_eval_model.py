@@ -24,7 +24,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from dev.evaluation import Evaluation, EvaluationOptions
 from errors import Refused
-from load.model import OpenedSnapshot, check_folder, load_model
+from load.model import OpenedSnapshot, load_model, snapshot_folder
 from machine.console import say
 from machine.exit import exit_code
 from modes.run import run_mode, without_mode
@@ -116,7 +116,7 @@ def evaluate(args: argparse.Namespace) -> int:
     settings = without_mode(Settings.read(args.sizes), "an evaluation")
     if args.include_path and not Path(args.include_path).is_dir():
         raise Refused(f"--include_path {args.include_path}: no such folder")
-    check_folder(settings)
+    snapshot_folder(settings)
     tasks = [name for name in args.tasks.split(",") if name]
     manager = find_tasks(tasks, args.include_path)
 

@@ -96,8 +96,8 @@ def test_a_step_reads_what_is_resident_once(load):
     weights, config = loaded.model.weights, loaded.config
     everything = loaded.dense.num_bytes(16) - weights.embed.num_bytes
     # Weights begin on lines of 64 bytes, which the resident bytes count.
-    assert 0 <= everything - cost.resident_bytes_read(weights, config, 1000) < 64 * len(loaded.dense.matrices)
-    saved = cost.resident_bytes_read(weights, config, 1000) - cost.resident_bytes_read(weights, config, 256)
+    assert 0 <= everything - cost.dense_bytes_read(weights, config, 1000) < 64 * len(loaded.dense.matrices)
+    saved = cost.dense_bytes_read(weights, config, 1000) - cost.dense_bytes_read(weights, config, 256)
     assert saved == 3 * 2 * cost.choice_weights(config)  # bf16, three layers
 
 
@@ -400,7 +400,9 @@ def test_bad_input_is_one_line(bench, options, what):
 
 def test_rows_that_do_not_fit_are_refused(bench):
     code, _, err = bench("--batches", "1,100000", "--prompt", 500, "--decode", 100, RAM_GB=1)
-    assert code == 2 and err.splitlines()[-1].startswith("infer_bench: 100000 rows of 600 positions: this does not fit")
+    assert code == 2 and err.splitlines()[-1].startswith(
+        "infer_bench: 100000 rows of 600 positions: the model does not fit"
+    )
     code, _, err = bench(SNAP="no/such/folder")
     assert code == 2 and "SNAP=no/such/folder" in err
 

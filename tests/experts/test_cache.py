@@ -232,5 +232,5 @@ def test_layers_of_different_formats_have_slots_of_their_own_size(load, tmp_path
     assert (narrow.layers, narrow.slot_bytes, narrow.num_slots) == ((1, 3, 4), 16384, 9)
     assert sum(len(pool.arena.bytes) for pool in (wide, narrow)) == loaded.plan.cache_bytes
     assert ask(loaded.model.experts, [0, 1, 2, 3]) == (0, 4)
-    shared = load(tmp_path, RAM_GB=1000).plan.slots
+    shared = load(tmp_path, RAM_GB=1000).plan.expert_slots
     assert [slots.num_slots for slots in shared] == [8, 24]

@@ -69,7 +69,7 @@ def test_one_slot_a_layer_gives_the_same_ids(folder, load, name, naming):
     loaded = load(folder(name, naming), cap=1)
     check(loaded.model, name)
     loaded.model.experts.check()
-    assert loaded.plan.num_slots == len(loaded.config.sparse_layers)
+    assert loaded.plan.num_expert_slots == len(loaded.config.sparse_layers)
     assert loaded.model.experts.counters.misses > loaded.config.num_experts
 
 
@@ -315,7 +315,7 @@ def test_quantized_at_load(folder, load, name, naming):
     loaded = load(folder(name, naming), cap=2, expert_bits=8, dense_bits=8, EXACT=1)
     near = (all_logits(loaded.model, reference(name)[0]["seq"]) - reference(name)[1]["logits"])[:8]
     assert 0 < near.abs().median() < NEAR
-    kept = [line for line in loaded.notices if "expert_bits 8 changes nothing where the weights are stored as" in line]
+    kept = [line for line in loaded.notices if "expert_bits 8 has no effect on weights that are stored as" in line]
     assert len(kept) == (naming == "mxfp4")
 
 

@@ -123,7 +123,7 @@ def test_same_ids_at_every_cap(name, cap, oracle_folder, load):
     loaded = load(oracle_folder(name), cap=cap)
     config, counters = loaded.model.config, loaded.model.experts.counters
     num_layers = len(config.sparse_layers)
-    assert loaded.plan.num_slots == (cap or config.num_experts) * num_layers
+    assert loaded.plan.num_expert_slots == (cap or config.num_experts) * num_layers
     check(loaded.model, name)
     loaded.model.experts.check()
     if cap:

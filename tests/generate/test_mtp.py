@@ -334,7 +334,7 @@ def test_a_head_that_is_not_whole_is_said_and_not_used(load, run_colibri, tmp_pa
     folder = without(FIXTURES / NAME, tmp_path / "s", part)
     loaded = load(folder, DRAFT="auto")
     [notice] = [line for line in loaded.notices if line.startswith("[MTP]")]
-    assert notice.startswith(f"[MTP] speculation with it is off: {reason}")
+    assert notice.startswith(f"[MTP] no draft tokens from the multi-token prediction layer: {reason}")
     assert loaded.model.weights.mtp is None
     assert not [line for line in load(folder, DRAFT=0).notices if line.startswith("[MTP]")]
     process = run_colibri(SNAP=folder, REPORT=tmp_path / "r.json")

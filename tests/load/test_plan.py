@@ -18,8 +18,8 @@ SNAPSHOT = FIXTURES / "glm_moe_dsa"
 
 def test_cap_0_takes_what_the_budget_allows(load, monkeypatch):
     plan = load(SNAPSHOT).plan
-    assert plan.num_slots == 4 * plan.num_experts == 32
-    [slots] = plan.slots
+    assert plan.num_expert_slots == 4 * plan.num_experts == 32
+    [slots] = plan.expert_slots
     row = 4 * slots.slot_bytes  # one slot in every layer
     one_slot = plan.need_bytes - plan.cache_bytes + row
     rss = plan.process_bytes  # this folder has no tokenizer
@@ -27,9 +27,9 @@ def test_cap_0_takes_what_the_budget_allows(load, monkeypatch):
     for spare, slots in [(0, 4), (0.2, 4), (1, 8), (5.5, 26), (100, 32)]:
         budget = one_slot + spare * row
         loaded = load(SNAPSHOT, RAM_GB=budget / 1e9 + 1e-9, PREFILL_CHUNK=1024)
-        assert loaded.plan.num_slots == slots
+        assert loaded.plan.num_expert_slots == slots
         assert loaded.plan.need_bytes <= loaded.plan.budget_bytes
-        assert any("one slot per layer" in notice for notice in loaded.notices) == (slots == 4)
+        assert any("one expert slot per layer" in notice for notice in loaded.notices) == (slots == 4)
 
 
 def test_what_does_not_fit_is_refused_with_need_and_have(load, monkeypatch):
@@ -43,14 +43,14 @@ def test_what_does_not_fit_is_refused_with_need_and_have(load, monkeypatch):
 
 
 def test_one_slot_is_warned_about(load):
-    assert any("one slot per layer" in notice for notice in load(SNAPSHOT, cap=1).notices)
-    assert not any("one slot per layer" in notice for notice in load(SNAPSHOT, cap=2).notices)
+    assert any("one expert slot per layer" in notice for notice in load(SNAPSHOT, cap=1).notices)
+    assert not any("one expert slot per layer" in notice for notice in load(SNAPSHOT, cap=2).notices)
 
 
 @pytest.mark.parametrize("bits", [8, 4, 2])
 def test_bits_shrink_the_plan_and_are_said(load, bits):
     plain, packed = load(SNAPSHOT).plan, load(SNAPSHOT, expert_bits=bits, dense_bits=bits)
-    assert packed.plan.resident_bytes < plain.resident_bytes
+    assert packed.plan.dense_bytes < plain.dense_bytes
     assert packed.plan.cache_bytes <= plain.cache_bytes
     assert sum("quantized" in notice for notice in packed.notices) == 2
 
@@ -119,7 +119,7 @@ def test_the_script_refuses_what_does_not_fit():
     environ = {"PATH": os.environ["PATH"], "USAGE": "0", "RAM_GB": "0.05"}
     command = [sys.executable, str(ROOT / "scripts" / "plan.py"), str(EMBEDDED_SNAPSHOT)]
     process = subprocess.run(command, env=environ, capture_output=True, text=True)
-    assert process.returncode == 2 and process.stderr.startswith("plan: this does not fit: need 0.")
+    assert process.returncode == 2 and process.stderr.startswith("plan: the model does not fit in memory: need 0.")
 
 
 @pytest.mark.slow

@@ -246,8 +246,8 @@ def test_arguments_that_do_nothing_for_packed_weights_say_so(tmp_path, load):
     assert notices == [
         "[format] experts int4-g16 | dense int4-g16 | embedding int8-row | head int8-row | "
         "activations 8 bits in groups of 64",
-        "[format] expert_bits 8 changes nothing where the weights are stored as int4-g16",
-        "[format] dense_bits 2 changes nothing where the weights are stored as int4-g16",
+        "[format] expert_bits 8 has no effect on weights that are stored as int4-g16",
+        "[format] dense_bits 2 has no effect on weights that are stored as int4-g16",
     ]
     assert loaded.lossy == ()
 

@@ -1,0 +1,86 @@
+"""The notices of an opened snapshot, one line each for stderr: formats, lossy options, what is missing or slow.
+
+Whatever makes a run's answers or speed differ from the plain run is in one of these lines.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from experts.disk import ExpertDisk
+from kernels.formats import GROUP
+from load.plan import MemoryPlan
+from snapshot.config import ModelConfig
+from snapshot.dense import DenseTensors
+
+
+def lossy_options(settings: Any, num_active: int, dense: DenseTensors, disk: ExpertDisk) -> tuple[str, ...]:
+    """The user's options that change answers, in words. num_active: active experts of a token by config.json."""
+    quantizes_dense = any(dense.packs(stored, settings.dense_bits) for stored in dense.matrices)
+    lossy = [
+        f"{which} weights are quantized to {bits} bits at load, in groups of {GROUP} columns"
+        for which, bits, quantizes in (
+            ("expert", settings.expert_bits, disk.packs(settings.expert_bits)),
+            ("dense", settings.dense_bits, quantizes_dense),
+        )
+        if quantizes
+    ]
+    if 0 < settings.topk < num_active:
+        lossy.append(f"TOPK={settings.topk}: {settings.topk} experts a token, not the model's {num_active}")
+    if 0 < settings.topp < 1:
+        lossy.append(
+            f"TOPP={settings.topp:g}: a token's weakest experts beyond that share of its router scores are dropped"
+        )
+    if settings.kv_dtype == "bf16":
+        lossy.append("KV_DTYPE=bf16: the KV cache is rounded to bfloat16, in half the memory")
+    return tuple(lossy)
+
+
+def format_notices(settings: Any, dense: DenseTensors, disk: ExpertDisk) -> Iterator[str]:
+    """The weight formats, and the arguments that have no effect on them."""
+    ends = {"embedding": dense.embed_name, "head": dense.head_name}
+    mtp_names = dense.mtp_names
+    not_layers = {*ends.values(), *mtp_names}
+    of_layers = dict.fromkeys(stored.format for stored in dense.matrices if stored.name not in not_layers)
+    of_experts = disk.formats(dense.config.sparse_layers)
+    of_mtp = [stored.format for stored in dense.matrices if stored.name in mtp_names]
+    formats = {"experts": of_experts, "dense": of_layers}
+    formats |= {which: [dense.stored[name].format] for which, name in ends.items()}
+    formats["MTP layer"] = dict.fromkeys([*of_mtp, *disk.formats(dense.mtp_layers)])
+    line = " | ".join(f"{which} {', '.join(map(str, found))}" for which, found in formats.items() if found)
+    if any(fmt.is_integer for found in formats.values() for fmt in found):
+        line += " | activations " + ("float32 (EXACT=1)" if settings.exact else f"8 bits in groups of {GROUP}")
+    yield f"[format] {line}"
+    for name, bits, found in (
+        ("expert_bits", settings.expert_bits, of_experts),
+        ("dense_bits", settings.dense_bits, of_layers),
+    ):
+        quantized = [str(fmt) for fmt in found if fmt.is_packed]
+        if bits < 16 and quantized:
+            yield f"[format] {name} {bits} has no effect on weights that are stored as {', '.join(quantized)}"
+
+
+def mtp_notices(dense: DenseTensors) -> Iterator[str]:
+    """Why the MTP layer gives no draft tokens, or bad ones."""
+    if dense.mtp_problem:
+        yield f"[MTP] no draft tokens from the multi-token prediction layer: {dense.mtp_problem}"
+        return
+    names = {name for name, _ in dense.layer_tables(dense.config.num_layers)["mtp"].values()}
+    if any(str(stored.format) == "int4-row" for stored in dense.matrices if stored.name in names):
+        yield "[MTP] the layer's input projection is int4 with one scale a row: few of its draft tokens are accepted"
+
+
+def run_notices(settings: Any, config: ModelConfig, dense: DenseTensors, plan: MemoryPlan) -> Iterator[str]:
+    """What else differs from a plain run."""
+    if config.indexer_types and not dense.has_indexer:
+        yield (
+            "[DSA] the snapshot has no indexer: attention is dense, and answers differ from the reference beyond "
+            f"{config.index_topk} positions"
+        )
+    if config.num_mtp_layers and settings.drafts:
+        yield from mtp_notices(dense)
+    if plan.num_expert_slots == plan.num_sparse_layers and config.num_experts > 1 and config.sparse_layers:
+        yield "[cache] one expert slot per layer: every expert of every token is read from disk, which is slow"
+    if plan.context > config.max_positions:
+        yield f"[ctx] CTX={plan.context} is beyond the {config.max_positions} positions the model was trained for"
+    if "unknown" in plan.budget_source:
+        yield f"[memory] {plan.budget_source}"
