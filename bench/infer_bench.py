@@ -62,9 +62,10 @@ from generate.engine import Engine
 from kernels import dispatch
 from load.model import DEFAULT_CONTEXT, load_model, open_snapshot, snapshot_folder
 from load.plan import gb
-from machine.console import announce, say
+from machine.console import say
 from machine.threads import num_threads
 from modes.reference import read_reference, reference_path
+from modes.run import announce
 from scripts.options import OneLineParser, number_from, whole_from
 from settings import Settings
 from snapshot.config import read_config

@@ -24,8 +24,9 @@ from generate.draft_length import DraftLength
 from generate.engine import Engine, naive_generate
 from generate.sampler import Sampler
 from load.model import load_model, open_snapshot
-from machine.console import announce, say, say_warnings
+from machine.console import say, say_warnings
 from modes.reference import read_reference, reference_path
+from modes.run import announce
 from settings import Settings
 
 

@@ -39,8 +39,9 @@ from generate.decode import spec_decode
 from generate.sampler import Sampler
 from generate.score import ScoreRequest, score_requests
 from load.model import load_model, open_snapshot
-from machine.console import announce, say
+from machine.console import say
 from machine.memory import rss_bytes
+from modes.run import announce
 from settings import Settings
 
 SYNTHETIC = Path(__file__).resolve().parent / "make_synthetic.py"

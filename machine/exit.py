@@ -1,44 +1,45 @@
-"""How a program ends: an exit code for each way, and one line on stderr for what ended it early."""
+"""exit_code: run a program to its exit code, with one line on stderr for an error that ends it."""
 
 import os
 import signal
 import sys
+from collections.abc import Callable
+from types import FrameType
 
 from errors import Refused
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM: ends a run as Ctrl-C does."""
+    """SIGTERM, handled as Ctrl-C is."""
 
 
-def terminate(*_):
+def terminate(number: int, frame: FrameType | None) -> None:
     raise Terminated
 
 
-def exit_code(name, work):
-    """Do `work` -> its exit code; what ends it early is said in one line that begins with `name`."""
+def exit_code(program: str, work: Callable[[], int]) -> int:
+    """-> the exit code of `work`, or that of the error that ended it; `program` begins the line on stderr."""
     signal.signal(signal.SIGTERM, terminate)
     try:
         code = work()
-        sys.stdout.flush()  # while a failure can still be told
+        sys.stdout.flush()  # here a failure can still be reported
         return code
     except Refused as error:
-        print(f"{name}: {error}", file=sys.stderr)
+        print(f"{program}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as error:
         return 143 if isinstance(error, Terminated) else 130
     except BrokenPipeError:
-        drop_stdout()
+        discard_stdout()
         return 141
     except OSError as error:
-        # A folder that may not be entered, a name too long, a full disk behind stdout.
-        drop_stdout()
+        # A folder without permission, a name too long, a full disk behind stdout.
+        discard_stdout()
         where = f"{error.filename}: " if error.filename else ""
-        print(f"{name}: {Refused(where + (error.strerror or str(error)))}", file=sys.stderr)
+        print(f"{program}: {Refused(where + (error.strerror or str(error)))}", file=sys.stderr)
         return 2
 
 
-def drop_stdout():
-    """What is still buffered has nowhere to go: point stdout at nothing, so that the interpreter does not complain
-    about it on the way out."""
+def discard_stdout() -> None:
+    """Point stdout at /dev/null: flushing what is buffered would fail again when the interpreter exits."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -12,7 +12,7 @@ from experts.cache import CacheCounters
 from generate.decode import DecodeCounters
 from generate.draft_length import DraftLength
 from load.model import LoadedModel
-from machine.console import Terminal, say, show_progress
+from machine.console import Terminal, say, show_bar
 from machine.files import atomic_write
 from machine.memory import peak_rss_bytes, rss_bytes
 
@@ -88,7 +88,7 @@ class RunReport:
         num_tokens = self.counters.tokens
         if max_tokens and Terminal.has_bar and not Terminal.is_shared:
             seconds = now - self.prefilled.seconds if self.prefilled else 0.0
-            show_progress("decode", num_tokens / max_tokens, seconds, f"{num_tokens} tokens")
+            show_bar("decode", num_tokens / max_tokens, seconds, f"{num_tokens} tokens")
         if num_tokens % HEARTBEAT_EVERY or (Terminal.is_shared and now - self.heartbeat_at < QUIET_SECONDS):
             return
         self.heartbeat_at = now

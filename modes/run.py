@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from forward.finite import NonFinite
 from load.model import OpenedSnapshot, open_snapshot, snapshot_folder
-from machine.console import Terminal, announce, say, say_warnings
+from machine.console import Terminal, say, say_warnings
 from modes.report import check_report
 
 if TYPE_CHECKING:
@@ -42,6 +42,17 @@ def run_mode(
         return 1
     finally:
         opened.close()
+
+
+def announce(opened: OpenedSnapshot) -> None:
+    """Print what will be loaded and how: the first lines of every mode."""
+    config = opened.config
+    say(
+        f"[snapshot] {opened.folder.resolve().name}: {config.model_type}, {config.num_layers} layers, "
+        f"{config.num_experts} experts top-{config.num_active_experts}"
+    )
+    for line in (*opened.plan.lines(), *opened.notices):
+        say(line)
 
 
 def set_up_terminal(settings: "Settings") -> None:
