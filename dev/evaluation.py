@@ -210,14 +210,14 @@ class AnswerReader:
 
     def __call__(self, event):
         if isinstance(event, NewToken) and self.answer is None:
-            self.stream.push(event.id)
+            self.stream.add_token(event.id)
             self.answer = cut_at(self.stream.text, self.until)
             if self.answer is not None:
                 event.job.cancel()
         elif isinstance(event, Finished):
             self.error = event.error
             if self.answer is None:
-                text = self.stream.text + self.stream.finish()
+                text = self.stream.text + self.stream.flush()
                 cut = cut_at(text, self.until)
                 self.answer = text if cut is None else cut
             self.done.put(self)

@@ -154,13 +154,13 @@ class Chat:
                 for token in tokens:
                     began = began or time.perf_counter()
                     self.ids.append(token)
-                    show(stream.push(token))
+                    show(stream.add_token(token))
                     if stop_key.pressed:
                         break
         except (NonFinite, Refused):
-            show(stream.finish() + "\n")  # the text so far is whole, and the error gets a line of its own
+            show(stream.flush() + "\n")  # the text so far is whole, and the error gets a line of its own
             raise
-        show(stream.finish() + "\n")
+        show(stream.flush() + "\n")
         self.totals.add(len(ids), num_new, counters, time.perf_counter() - began if began else 0.0)
         return self.tokenizer.decode(self.ids[len(ids) :]), self.cut_reason(stop_key, counters, max_tokens)
 

@@ -41,7 +41,7 @@ def run_serve(settings: "Settings", opened: OpenedSnapshot) -> int:
     """Load, listen and answer -> 0: a server ends by being told to."""
     if settings.serve == "stdio":
         return run_stdio(settings, opened)
-    from server.transport.listen import open_socket
+    from server.transport.http_server import open_socket
 
     tokenizer = TextTokenizer(opened.folder, opened.config)
     # Before the weights are read, which may take minutes: an address in use is refused at once.
@@ -67,20 +67,15 @@ def run_http(
     url: str,
 ) -> None:
     from server.app import make_app
-    from server.metrics import Metrics
-    from server.service import Service
-    from server.transport.access import AccessControl
-    from server.transport.listen import HttpServer
+    from server.http_service import HttpService
+    from server.transport.access_control import AccessControl
+    from server.transport.http_server import HttpServer
 
     try:
         tokenizer.template  # noqa: B018 - compiled here, so that a broken one is known before a request
     except Refused as error:
         say(f"[serve] chats are refused: {error}")
-    metrics = Metrics(loaded.model)
-    metrics.scheduler = scheduler
-    service = Service(settings, loaded, scheduler, tokenizer, metrics, say)
-    if service.prefix.notice:
-        say(service.prefix.notice)
+    service = HttpService(settings, loaded, scheduler, tokenizer, say)
     app = make_app(service, AccessControl(settings.api_key, settings.allowed_hosts))
 
     def announce() -> None:
@@ -97,11 +92,11 @@ def run_http(
 
 
 def run_stdio(settings: "Settings", opened: OpenedSnapshot) -> int:
-    from server.stdio.pipe import run
+    from server.stdio.pipe_server import run_pipe_server
 
     loaded, scheduler = start_scheduler(settings, opened)
     try:
-        return run(loaded, scheduler, sys.stdin.buffer, sys.stdout.buffer, settings)
+        return run_pipe_server(loaded, scheduler, sys.stdin.buffer, sys.stdout.buffer, settings)
     except KeyboardInterrupt:
         return 0
     finally:

@@ -47,14 +47,14 @@ def run_text(settings: "Settings", opened: OpenedSnapshot) -> int:
             model, kv, prompt_ids, sampler, max_tokens, stop_ids, draft, progress, counters=run.counters
         ):
             with model.profile.measure("text"):
-                write(stream.push(token))
+                write(stream.add_token(token))
                 run.on_token(max_tokens)
     except KeyboardInterrupt as error:
         interrupt = error
     except NonFinite:
-        write(stream.finish() + "\n")  # the text so far is whole, and the error gets a line of its own
+        write(stream.flush() + "\n")  # the text so far is whole, and the error gets a line of its own
         raise
-    write(stream.finish() + "\n")
+    write(stream.flush() + "\n")
     run.end()
     why = "interrupted" if interrupt else stop_reason(run.counters, tokenizer, max_tokens, settings.ngen)
     say(f"[stop] {why}")

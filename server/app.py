@@ -1,28 +1,34 @@
-"""The routes: what is asked for is read, handed to the scheduler, and answered."""
+"""The HTTP routes: read a request, submit it to the scheduler, return its response."""
 
 import asyncio
+from collections.abc import Callable
+from typing import TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from server.generation import Generation
+from server.http_service import HttpService
 from server.metrics import CONTENT_TYPE
-from server.openai.answer import ChoiceStream, PlainParser
 from server.openai.api_error import ApiError
-from server.openai.chat import read_chat, read_turn
-from server.openai.completions import read_completion
-from server.openai.fields import RequestFields, check_text, parse_object
-from server.openai.shapes import ChatResponseBuilder, CompletionResponseBuilder
-from server.transport.access import GONE, AccessMiddleware
-from server.transport.body import read_body
-from server.transport.event_stream import ClientDisconnected, EventStream, whole_answer
+from server.openai.chat_request import read_chat_request, render_chat
+from server.openai.choice_stream import ChoiceStream
+from server.openai.completion_request import read_completion_request
+from server.openai.request_fields import RequestFields, parse_object
+from server.openai.responses import ChatResponseBuilder, CompletionResponseBuilder, ResponseBuilder
+from server.transport.access_control import CLIENT_CLOSED_REQUEST, AccessControl, AccessMiddleware
+from server.transport.event_stream import ClientDisconnected, EventStream, json_response
+from server.transport.request_body import read_body
+from text.reply import ReplyParser
+
+T = TypeVar("T")
 
 
-def make_app(service, guard):
-    """-> the ASGI application. guard: who may come in."""
+def make_app(service: HttpService, access: AccessControl) -> ASGIApp:
     routes = Routes(service)
     app = Starlette(
         routes=[
@@ -30,143 +36,134 @@ def make_app(service, guard):
             Route("/metrics", routes.metrics),
             Route("/v1/models", routes.models),
             Route("/v1/models/{name:path}", routes.model),
-            Route("/v1/chat/completions", routes.chat, methods=["POST"]),
+            Route("/v1/chat/completions", routes.chat_completions, methods=["POST"]),
             Route("/v1/completions", routes.completions, methods=["POST"]),
             Route("/tokenize", routes.tokenize, methods=["POST"]),
             Route("/detokenize", routes.detokenize, methods=["POST"]),
         ],
         exception_handlers={
-            ApiError: refuse,
-            HTTPException: refuse_http,
-            ClientDisconnect: nobody,
-            ClientDisconnected: nobody,
-            Exception: fail,
+            ApiError: on_api_error,
+            HTTPException: on_http_exception,
+            ClientDisconnect: on_disconnect,
+            ClientDisconnected: on_disconnect,
+            Exception: on_fault,
         },
     )
-    return AccessMiddleware(app, service, guard)
+    return AccessMiddleware(app, service, access)
 
 
-async def refuse(request, error):
+async def on_api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
     return JSONResponse(error.body, error.status, error.headers)
 
 
-async def refuse_http(request, error):
-    """What the routing itself refuses: an unknown path, a wrong method."""
-    return await refuse(request, ApiError(error.status_code, error.detail, headers=error.headers))
+async def on_http_exception(request: Request, error: Exception) -> Response:
+    """Answer what the routing refuses: an unknown path, a wrong method."""
+    assert isinstance(error, HTTPException)
+    return await on_api_error(request, ApiError(error.status_code, error.detail, headers=error.headers))
 
 
-async def nobody(request, error):
-    """The client went away; what nobody reads is noted as proxies note it."""
-    return Response(status_code=GONE)
+async def on_disconnect(request: Request, error: Exception) -> Response:
+    """Set the status of the log line; nobody reads the response."""
+    return Response(status_code=CLIENT_CLOSED_REQUEST)
 
 
-async def fail(request, error):
-    """A fault of ours: the server lives on. The door says what it was."""
-    return await refuse(request, ApiError(500, "internal error", code="internal_error"))
+async def on_fault(request: Request, error: Exception) -> Response:
+    """Answer after a fault of the server, which goes on. AccessMiddleware logs the fault."""
+    return await on_api_error(request, ApiError(500, "internal error", code="internal_error"))
 
 
 class Routes:
-    def __init__(self, service):
+    def __init__(self, service: HttpService):
         self.service = service
 
-    async def read(self, request, reader, needs_model=True):
-        """The body of a request -> what `reader` makes of its fields; in the worker's thread."""
+    async def read_request(self, request: Request, read: Callable[[RequestFields, HttpService], T]) -> T:
+        """Return what `read` makes of the fields of the body. It runs in the tokenizer's thread."""
         data = await read_body(request)
 
-        def work():
+        def parse_and_read() -> T:
             fields = RequestFields(parse_object(data))
-            if needs_model:
-                self.service.check_model(fields)
+            self.service.check_model(fields)
             try:
-                return reader(fields, self.service)
+                return read(fields, self.service)
             except RecursionError:
                 raise ApiError(400, "the body is nested too deeply") from None
 
-        return await asyncio.get_running_loop().run_in_executor(self.service.worker, work)
+        return await asyncio.get_running_loop().run_in_executor(self.service.worker, parse_and_read)
 
-    async def answer(self, request, shape, sampling, start):
-        """start() -> Generation: begins, or refuses before anything is sent."""
-        if sampling.is_stream:
-            shape.generation = start()
-            return EventStream(request, shape, shape.generation, sampling.with_usage)
-        return await whole_answer(request, shape, start)
+    async def respond(self, request: Request, builder: ResponseBuilder) -> Response:
+        params = builder.generation.params
+        if params.is_stream:
+            return EventStream(builder, params.includes_usage)
+        return await json_response(request, builder)
 
-    async def chat(self, request):
-        asked = await self.read(request, read_chat)
-        sampling = asked.sampling
+    async def chat_completions(self, request: Request) -> Response:
+        chat_request = await self.read_request(request, read_chat_request)
+        params = chat_request.params
 
-        def make_answer(number):
-            return ChoiceStream(self.service.tokenizer, sampling.stops, asked.make_reader())
+        def make_choice() -> ChoiceStream:
+            return ChoiceStream(self.service.tokenizer, params.stop_strings, chat_request.make_parser())
 
-        def start():
-            return Generation(self.service, [asked.prompt_ids], sampling, make_answer)
+        generation = Generation(self.service, [chat_request.chat.ids], params, make_choice)
+        return await self.respond(request, ChatResponseBuilder(self.service, chat_request.with_logprobs, generation))
 
-        return await self.answer(request, ChatResponseBuilder(self.service, asked.with_logprobs), sampling, start)
+    async def completions(self, request: Request) -> Response:
+        completion_request = await self.read_request(request, read_completion_request)
+        params = completion_request.params
+        prompts = completion_request.prompts
+        echo = completion_request.echo
+        with_logprobs = params.top_logprobs is not None
 
-    async def completions(self, request):
-        asked = await self.read(request, read_completion)
-        sampling = asked.sampling
-        with_logprobs = sampling.top_logprobs is not None
+        def make_choice() -> ChoiceStream:
+            return ChoiceStream(self.service.tokenizer, params.stop_strings, ReplyParser())
 
-        def make_answer(number):
-            return ChoiceStream(self.service.tokenizer, sampling.stops, PlainParser())
+        ids = [prompt.ids for prompt in prompts]
+        generation = Generation(self.service, ids, params, make_choice, echo and with_logprobs)
+        builder = CompletionResponseBuilder(self.service, with_logprobs, generation, prompts if echo else None)
+        return await self.respond(request, builder)
 
-        def start():
-            ids = [prompt.ids for prompt in asked.prompts]
-            return Generation(self.service, ids, sampling, make_answer, asked.echo and with_logprobs)
+    async def models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self.service.model_entry()]})
 
-        shape = CompletionResponseBuilder(
-            self.service, with_logprobs, asked.prompts if asked.echo else None, sampling.n
-        )
-        return await self.answer(request, shape, sampling, start)
-
-    async def models(self, request):
-        return JSONResponse({"object": "list", "data": [self.service.model()]})
-
-    async def model(self, request):
+    async def model(self, request: Request) -> Response:
         self.service.check_model(RequestFields({"model": request.path_params["name"]}))
-        return JSONResponse(self.service.model())
+        return JSONResponse(self.service.model_entry())
 
-    async def health(self, request):
-        numbers = self.service.scheduler.numbers()
+    async def health(self, request: Request) -> Response:
+        statistics = self.service.scheduler.numbers()
         status = "closing" if self.service.is_closing else "ok"
-        names = ("slots", "slots_free", "queue")
-        body = {"status": status, "model": self.service.model_id} | {name: numbers[name] for name in names}
+        body = {"status": status, "model": self.service.model_id}
+        body |= {name: statistics[name] for name in ("slots", "slots_free", "queue")}
         return JSONResponse(body, 200 if status == "ok" else 503)
 
-    async def metrics(self, request):
+    async def metrics(self, request: Request) -> Response:
         return Response(self.service.metrics.text(), headers={"Content-Type": CONTENT_TYPE})
 
-    async def tokenize(self, request):
-        ids, with_texts = await self.read(request, read_tokenize)
+    async def tokenize(self, request: Request) -> Response:
+        ids, with_texts = await self.read_request(request, read_tokenize_request)
         body = {"count": len(ids), "max_model_len": self.service.context, "tokens": ids}
         if with_texts:
             body["token_strs"] = [self.service.tokenizer.decode([i]) for i in ids]
         return JSONResponse(body)
 
-    async def detokenize(self, request):
-        return JSONResponse({"prompt": await self.read(request, read_detokenize)})
+    async def detokenize(self, request: Request) -> Response:
+        return JSONResponse({"prompt": await self.read_request(request, read_detokenize_request)})
 
 
-def read_tokenize(fields, service):
-    """A prompt, or messages as of a chat -> (ids, whether each one's text is wanted)."""
+def read_tokenize_request(fields: RequestFields, service: HttpService) -> tuple[list[int], bool]:
+    """Tokenize a prompt, or messages as of a chat -> (ids, whether the text of each is wanted)."""
     with_texts = fields.flag("return_token_strs", False)
     if "messages" in fields.values:
-        ids = read_turn(fields, service).ids
+        ids = render_chat(fields, service).ids
     else:
-        text = fields.take("prompt")
-        check_text(text, "prompt")
-        ids = service.tokenizer.encode(text)
+        ids = service.tokenizer.encode(fields.text("prompt"))
         if fields.flag("add_special_tokens", True):
             ids = service.prefix.prepend(ids)
-    fields.end()
+    fields.refuse_unread()
     return ids, with_texts
 
 
-def read_detokenize(fields, service):
-    """Ids -> their text."""
-    ids = fields.items("tokens")
-    if not all(type(i) is int and 0 <= i < service.vocab_size for i in ids):
-        raise fields.bad("tokens", f"expected token ids from 0 to {service.vocab_size - 1}")
-    fields.end()
+def read_detokenize_request(fields: RequestFields, service: HttpService) -> str:
+    ids = fields.wholes("tokens", [], 0, service.vocab_size - 1)
+    fields.refuse_unread()
     return service.tokenizer.decode(ids)

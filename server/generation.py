@@ -1,117 +1,144 @@
-"""All answers of one HTTP request: their jobs, and the way from the engine's thread to the event loop."""
+"""Generation: all choices of one HTTP request, from the engine's thread to the event loop."""
 
 import asyncio
 import time
 from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 
-from generate.request import Finished, NewToken, Prefilled, QueueFull, Started
-from server.openai.api_error import ApiError
-from text.prompt import max_answer_tokens
+from generate.request import Finished, Job, NewToken, Prefilled, QueueFull, Request, Started
+from server.http_service import HttpService
+from server.openai.api_error import ApiError, JsonObject
+from server.openai.choice_stream import ChoiceDelta, ChoiceStream
+from server.openai.sampling_params import SamplingParams
 
-RETRY_SECONDS = 0.2  # between two looks whether the queue takes another prompt
+RETRY_SECONDS = 0.2  # after which a full queue is tried again
+
+Event = Started | Prefilled | NewToken | Finished
+# The number of a choice and what it gained; or the number of a prompt that was prefilled.
+Update = tuple[int, ChoiceDelta | Prefilled]
 
 
 class Generation:
-    """prompts: lists of ids; each gets `sampling.n` answers, choice number prompt * n + row. make_answer(number) ->
-    Answer. What waits for room in the queue, of a request with many prompts, is submitted as others of it end."""
+    """Each prompt is one job of `params.n` sequences: choice prompt * n + row. Prompts that have no room in the queue
+    are submitted while others end."""
 
-    def __init__(self, service, prompts, sampling, make_answer, prompt_logprobs=False):
-        self.service, self.sampling, self.prompts = service, sampling, prompts
+    def __init__(
+        self,
+        service: HttpService,
+        prompts: list[list[int]],
+        params: SamplingParams,
+        make_choice: Callable[[], ChoiceStream],
+        prompt_logprobs: bool = False,
+    ):
+        self.service = service
+        self.params = params
+        self.prompts = prompts
         self.prompt_logprobs = prompt_logprobs
-        self.answers = [make_answer(number) for number in range(len(prompts) * sampling.n)]
-        self.loop, self.wake, self.events = asyncio.get_running_loop(), asyncio.Event(), deque()
-        self.waiting, self.jobs = deque(range(len(prompts))), {}
-        self.began, self.num_cached, self.is_started, self.is_abandoned = time.perf_counter(), 0, False, False
-        self.failure = None
-        self.submit_more()
+        self.choices = [make_choice() for _ in range(len(prompts) * params.n)]
+        self.loop = asyncio.get_running_loop()
+        self.has_event = asyncio.Event()
+        self.events: deque[tuple[int, Event, float]] = deque()  # (prompt, event, time)
+        self.waiting = deque(range(len(prompts)))  # prompts that are not submitted yet
+        self.jobs: dict[int, Job] = {}
+        self.start_time = time.perf_counter()
+        self.num_cached = 0  # prompt tokens found in the prefix cache
+        self.is_started = False
+        self.is_aborted = False
+        self.failure: ApiError | None = None
+        self.submit_waiting()
 
     # --- jobs ---
 
-    def submit_more(self):
-        """Submit prompts while the queue takes them. ApiError where not even one of them is in."""
+    def submit_waiting(self) -> None:
+        """Submit prompts until the queue is full. ApiError if not even the first one has room."""
         while self.waiting:
+            prompt = self.waiting[0]
             try:
-                number = self.waiting[0]
-                job = self.service.submit(self.request(number), lambda event, number=number: self.hear(number, event))
+                job = self.service.scheduler.submit(
+                    self.make_request(prompt), lambda event, prompt=prompt: self.receive(prompt, event)
+                )
             except QueueFull as full:
                 if self.jobs:
                     return
                 self.service.metrics.refused.inc()
-                wait = str(max(1, round(full.retry_after)))
-                raise ApiError(429, str(full), code="queue_full", headers={"Retry-After": wait}) from None
+                seconds = str(max(1, round(full.retry_after)))
+                raise ApiError(429, str(full), code="queue_full", headers={"Retry-After": seconds}) from None
             except ValueError as error:
-                self.abandon()
+                self.abort()
                 raise ApiError(400, str(error)) from None
             except RuntimeError:
-                raise closing() from None
-            self.jobs[number] = job
+                raise shutting_down() from None
+            self.jobs[prompt] = job
             self.waiting.popleft()
 
-    def request(self, number):
-        """The engine's Request for a prompt. What is more than the room behind it is cut off."""
-        ids, sampling = self.prompts[number], self.sampling
-        room = max_answer_tokens(len(ids), self.service.context)
-        return self.service.request(
-            ids, sampling, room if sampling.max_tokens is None else min(sampling.max_tokens, room), self.prompt_logprobs
+    def make_request(self, prompt: int) -> Request:
+        params = self.params
+        return self.service.make_request(
+            self.prompts[prompt],
+            params.max_tokens,
+            params.temperature,
+            params.top_p,
+            self.service.next_seed() if params.seed is None else params.seed,
+            top_k=params.top_k,
+            num_samples=params.n,
+            top_logprobs=params.top_logprobs,
+            prompt_logprobs=self.prompt_logprobs,
+            conversation=params.conversation,
         )
 
-    def hear(self, number, event):
-        """The engine's thread tells something."""
-        self.events.append((number, event, time.perf_counter()))
+    def receive(self, prompt: int, event: Event) -> None:
+        """Take an event in the engine's thread."""
+        self.events.append((prompt, event, time.perf_counter()))
         try:
-            self.loop.call_soon_threadsafe(self.wake.set)
-        except RuntimeError:
-            self.abandon()  # the loop is gone: nobody listens
+            self.loop.call_soon_threadsafe(self.has_event.set)
+        except RuntimeError:  # the event loop has ended
+            self.abort()
 
-    def abandon(self):
-        """Nobody waits for the answers any more; those that are over do not notice."""
-        if self.is_abandoned:
+    def abort(self) -> None:
+        """Cancel the choices that are not finished."""
+        if self.is_aborted:
             return
-        self.is_abandoned = True
+        self.is_aborted = True
         for job in self.jobs.values():
             job.cancel()
-        for answer in self.answers:
-            if not answer.is_over:
-                self.service.metrics.answer_over(answer, "error" if self.failure else "cancelled")
-        self.wake.set()
+        for choice in self.choices:
+            if not choice.is_finished:
+                self.service.metrics.choice_ended(choice, "error" if self.failure else "cancelled")
+        self.has_event.set()
 
-    # --- what comes ---
+    # --- events ---
 
     @property
-    def is_over(self):
-        return self.is_abandoned or all(answer.is_over for answer in self.answers)
+    def is_finished(self) -> bool:
+        return self.is_aborted or all(choice.is_finished for choice in self.choices)
 
-    async def next(self, timeout):
-        """-> [("choice", number, Delta), ...] that have come, and ("prompt", number, logprobs) of prompts that were
-        read in; None when nothing happened in so many seconds. ApiError when the engine failed."""
+    async def next_updates(self, timeout: float) -> list[Update] | None:
+        """Wait for updates; None if none came within `timeout` seconds. ApiError when the engine failed."""
         end = self.loop.time() + timeout
-        while not self.events and not self.is_over and not self.failure:
-            if self.loop.time() >= end:
+        while not self.events and not self.is_finished and not self.failure:
+            left = end - self.loop.time()
+            if left <= 0:
                 return None
-            self.submit_more()
-            await self.wait(min(end - self.loop.time(), RETRY_SECONDS if self.waiting else timeout))
+            self.submit_waiting()
+            self.has_event.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(min(left, RETRY_SECONDS) if self.waiting else left):
+                    await self.has_event.wait()
         if self.failure:
             raise self.failure
-        found = []
-        while self.events and not self.is_over:
+        updates: list[Update] = []
+        while self.events and not self.is_finished:
             try:
-                found += self.take(*self.events.popleft())
+                updates += self.handle(*self.events.popleft())
             except ApiError as failure:
                 self.failure = failure
-                if not found:
+                if not updates:
                     raise
-                break  # what came before it is given first
-        return found
+                break  # the updates before it go out first
+        return updates
 
-    async def wait(self, seconds):
-        """Until something comes, or for so long."""
-        self.wake.clear()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self.wake.wait()
-
-    def take(self, prompt, event, now):
+    def handle(self, prompt: int, event: Event, event_time: float) -> Iterator[Update]:
         if isinstance(event, Started):
             self.is_started = True
             self.num_cached += event.cached_tokens
@@ -119,47 +146,48 @@ class Generation:
             return
         if isinstance(event, Prefilled):
             if self.prompt_logprobs:
-                yield "prompt", prompt, event.prompt_logprobs
+                yield prompt, event
             return
-        number = prompt * self.sampling.n + event.row
-        answer = self.answers[number]
-        if answer.is_over:
+        number = prompt * self.params.n + event.row
+        choice = self.choices[number]
+        if choice.is_finished:
             return
         if isinstance(event, NewToken):
-            if answer.first_time is None:
-                self.service.metrics.first_token.observe(now - self.began)
-            delta = answer.push(event, now)
-            if answer.is_over:
+            if choice.first_token_time is None:
+                self.service.metrics.first_token.observe(event_time - self.start_time)
+            delta = choice.add_token(event, event_time)
+            if choice.is_finished:
                 self.jobs[prompt].cancel(event.row)
         else:
-            delta = answer.finish(self.reason(event))
-        if answer.is_over:
-            self.service.metrics.answer_over(answer, answer.finish_reason)
-            self.submit_more()
+            delta = choice.end(self.check_reason(event))
+        if choice.is_finished:
+            self.service.metrics.choice_ended(choice, choice.finish_reason)
+            self.submit_waiting()
         if delta:
-            yield "choice", number, delta
+            yield number, delta
 
-    def reason(self, finished: Finished):
-        """Why the engine ended an answer that we still want."""
+    def check_reason(self, finished: Finished) -> str:
+        """Return the finish reason; ApiError if the engine failed or shuts down."""
         if finished.reason == "error":
-            self.service.say(f"[http] an answer failed: {finished.error}")
+            self.service.say(f"[http] generation failed: {finished.error}")
             raise ApiError(500, f"the engine failed: {finished.error}", code="engine_error")
         if finished.reason == "cancelled":
-            raise closing()
+            raise shutting_down()
         return finished.reason
 
-    def usage(self):
-        """The tokens of all prompts and answers."""
-        prompt = sum(map(len, self.prompts))
-        answers = sum(answer.num_tokens for answer in self.answers)
+    def usage(self) -> JsonObject:
+        """Return the token counts of all prompts and choices."""
+        prompt_tokens = sum(map(len, self.prompts))
+        completion_tokens = sum(choice.num_tokens for choice in self.choices)
+        reasoning_tokens = sum(choice.num_reasoning_tokens for choice in self.choices)
         return {
-            "prompt_tokens": prompt,
-            "completion_tokens": answers,
-            "total_tokens": prompt + answers,
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.num_cached},
-            "completion_tokens_details": {"reasoning_tokens": sum(answer.num_thoughts for answer in self.answers)},
+            "completion_tokens_details": {"reasoning_tokens": reasoning_tokens},
         }
 
 
-def closing():
+def shutting_down() -> ApiError:
     return ApiError(503, "the server is shutting down", code="shutting_down")

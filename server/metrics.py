@@ -1,77 +1,89 @@
-"""What Prometheus is told at /metrics: requests, tokens, latencies, and the numbers of the expert cache."""
+"""Metrics for Prometheus at /metrics: requests, tokens, latencies, and the counters of the expert cache."""
+
+from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, SummaryMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
+from prometheus_client.registry import Collector
 
+from forward.model import Model
+from generate.scheduler import Scheduler
 from machine.memory import rss_bytes
+from server.openai.choice_stream import ChoiceStream
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 # Seconds: from a small model in memory to a large one on a slow drive.
-FIRST_BUCKETS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
+FIRST_TOKEN_BUCKETS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
 TOKEN_BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10)
 
 
-class Metrics:
-    """model: of load/model.py; its counters, and those of the scheduler, are read when somebody asks."""
+class Metrics(Collector):
+    """The counters of the model and of the scheduler are read when /metrics is."""
 
-    def __init__(self, model):
-        self.model, self.scheduler = model, None
-        disable_created_metrics()  # when a counter began is known: with the server
-        self.registry = registry = CollectorRegistry()
-        self.requests = Counter("colibri_requests", "HTTP requests", ["path", "status"], registry=registry)
-        self.refused = Counter("colibri_queue_full", "Requests refused because too many waited", registry=registry)
-        self.prompt_tokens = Counter("colibri_prompt_tokens", "Prompt tokens", registry=registry)
-        self.cached_tokens = Counter("colibri_cached_tokens", "Prompt tokens that a slot remembered", registry=registry)
-        self.tokens = Counter("colibri_generated_tokens", "Tokens of answers", registry=registry)
-        self.answers = Counter("colibri_answers", "Answers by how they ended", ["reason"], registry=registry)
+    def __init__(self, model: Model, scheduler: Scheduler):
+        self.experts = model.experts
+        self.scheduler = scheduler
+        disable_created_metrics()
+        self.registry = CollectorRegistry()
+        self.requests = self.counter("colibri_requests", "HTTP requests", "path", "status")
+        self.refused = self.counter("colibri_queue_full", "Requests refused because the queue was full")
+        self.prompt_tokens = self.counter("colibri_prompt_tokens", "Prompt tokens")
+        self.cached_tokens = self.counter("colibri_cached_tokens", "Prompt tokens found in the prefix cache")
+        self.tokens = self.counter("colibri_generated_tokens", "Generated tokens")
+        self.answers = self.counter("colibri_answers", "Choices by finish reason", "reason")
         self.first_token = Histogram(
             "colibri_time_to_first_token_seconds",
-            "From a request to the first token of an answer",
-            buckets=FIRST_BUCKETS,
-            registry=registry,
+            "Time from a request to the first token of a choice",
+            buckets=FIRST_TOKEN_BUCKETS,
+            registry=self.registry,
         )
         self.each_token = Histogram(
             "colibri_time_per_output_token_seconds",
-            "Between two tokens, the mean of an answer",
+            "Time between two tokens, mean over a choice",
             buckets=TOKEN_BUCKETS,
-            registry=registry,
+            registry=self.registry,
         )
-        registry.register(self)
+        self.registry.register(self)
 
-    def prompt_started(self, num_ids, num_cached):
-        self.prompt_tokens.inc(num_ids)
+    def counter(self, name: str, description: str, *labels: str) -> Counter:
+        return Counter(name, description, labels, registry=self.registry)
+
+    def prompt_started(self, num_tokens: int, num_cached: int) -> None:
+        self.prompt_tokens.inc(num_tokens)
         self.cached_tokens.inc(num_cached)
 
-    def answer_over(self, answer, reason):
-        """An Answer has ended: by itself, because nobody wanted more of it, or because the engine failed."""
+    def choice_ended(self, choice: ChoiceStream, reason: str | None) -> None:
+        """Count a choice. reason: its finish reason, cancelled or error."""
         self.answers.labels(reason).inc()
-        self.tokens.inc(answer.num_tokens)
-        if answer.num_tokens > 1:
-            self.each_token.observe((answer.last_time - answer.first_time) / (answer.num_tokens - 1))
+        self.tokens.inc(choice.num_tokens)
+        if choice.first_token_time is not None and choice.num_tokens > 1:
+            seconds = choice.last_token_time - choice.first_token_time
+            self.each_token.observe(seconds / (choice.num_tokens - 1))
 
-    def collect(self):
-        """What is counted elsewhere, as of now."""
-        experts = self.model.experts
-        counters, numbers = experts.counters, self.scheduler.numbers() if self.scheduler else {}
+    def collect(self) -> Iterator[Metric]:
+        """Return what is counted elsewhere; prometheus_client calls this."""
+        counters = self.experts.counters
+        queue = self.experts.queue
+        statistics = self.scheduler.numbers()
         yield CounterMetricFamily("colibri_expert_hits", "Experts found in memory", counters.hits)
-        yield CounterMetricFamily("colibri_expert_misses", "Experts waited for", counters.misses)
+        yield CounterMetricFamily("colibri_expert_misses", "Experts that a layer waited for", counters.misses)
         yield CounterMetricFamily("colibri_expert_read_bytes", "Bytes of experts read", counters.bytes_read)
-        yield CounterMetricFamily("colibri_expert_evictions", "Experts given up for others", counters.evictions)
+        yield CounterMetricFamily("colibri_expert_evictions", "Experts evicted from memory", counters.evictions)
         yield CounterMetricFamily(
-            "colibri_expert_wait_seconds", "Time with nothing to compute until an expert came", counters.wait_seconds
+            "colibri_expert_wait_seconds", "Time with nothing to compute until an expert arrived", counters.wait_seconds
         )
         yield SummaryMetricFamily(
             "colibri_expert_read_seconds",
-            "What the reads of experts took",
-            count_value=experts.queue.num_over,
-            sum_value=experts.queue.seconds_over,
+            "Duration of expert reads",
+            count_value=queue.num_over,
+            sum_value=queue.seconds_over,
         )
-        yield GaugeMetricFamily("colibri_queue_length", "Requests that wait", numbers.get("queue", 0))
+        yield GaugeMetricFamily("colibri_queue_length", "Requests in the queue", statistics["queue"])
         slots = GaugeMetricFamily("colibri_slots", "KV slots", labels=["state"])
-        slots.add_metric(["busy"], numbers.get("slots_busy", 0))
-        slots.add_metric(["free"], numbers.get("slots_free", 0))
+        slots.add_metric(["busy"], statistics["slots_busy"])
+        slots.add_metric(["free"], statistics["slots_free"])
         yield slots
         yield GaugeMetricFamily("colibri_resident_memory_bytes", "Memory of the process", rss_bytes())
 
-    def text(self):
+    def text(self) -> bytes:
         return generate_latest(self.registry)

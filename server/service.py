@@ -1,87 +1,54 @@
-"""What every request needs of the loaded model: the scheduler, the tokenizer, the server's own defaults."""
+"""Service: what requests over HTTP and stdio need of the loaded model, and the server's defaults."""
 
-import itertools
-import os
-import time
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from generate.request import Request
-from server.openai.api_error import ApiError
-from text.prompt import PromptPrefix, all_stop_ids, positions_needed
+from generate.scheduler import Scheduler
+from load.model import LoadedModel
+from text.prompt import PromptPrefix, all_stop_ids, max_answer_tokens
+from text.tokenizer import TextTokenizer
 
-SEED_STEP = 0x9E3779B97F4A7C15  # odd, so that every request without a seed has one of its own
-TEMPERATURE = 0.7
-KEEP_ALIVE_SECONDS = 10  # between two signs of life in a stream
+DEFAULT_TEMPERATURE = 0.7
 
 
 class Service:
-    """settings: temp, nucleus, seed, ngen, think, prefix, kvsave, as settings.py reads them. say: a line for stderr."""
+    """settings: temp, nucleus, seed, ngen, think and prefix of settings.py. say: prints a line to stderr."""
 
-    keep_alive = KEEP_ALIVE_SECONDS
-
-    def __init__(self, settings, loaded, scheduler, tokenizer, metrics, say):
-        self.loaded, self.scheduler, self.tokenizer = loaded, scheduler, tokenizer
-        self.metrics, self.say, self.num_slots = metrics, say, scheduler.numbers()["slots"]
-        self.submit = scheduler.submit
-        self.folder, self.model_id = loaded.folder, Path(os.path.abspath(loaded.folder)).name
-        self.context, self.vocab_size = scheduler.context, loaded.config.vocab_size
+    def __init__(
+        self,
+        settings: Any,
+        loaded: LoadedModel,
+        scheduler: Scheduler,
+        tokenizer: TextTokenizer,
+        say: Callable[[str], None],
+    ):
+        self.scheduler = scheduler
+        self.tokenizer = tokenizer
+        self.say = say
+        self.context: int = scheduler.context
+        self.num_slots: int = scheduler.numbers()["slots"]
         self.stop_ids = all_stop_ids(loaded.config, tokenizer)
-        self.temperature = TEMPERATURE if settings.temp is None else settings.temp
-        self.nucleus, self.seed, self.think = settings.nucleus, settings.seed, settings.think
-        self.max_tokens = settings.ngen if settings.ngen < 1 << 31 else None
-        self.saves = settings.kvsave
         self.prefix = PromptPrefix(loaded.config, tokenizer, settings.prefix)
-        self.created, self.numbers = int(time.time()), itertools.count(1)
-        self.is_closing = False
-        # Tokenizing may take a while, and one text after the other: the event loop goes on meanwhile.
-        self.worker = ThreadPoolExecutor(1, "tokenizer")
+        self.temperature: float = DEFAULT_TEMPERATURE if settings.temp is None else settings.temp
+        self.top_p: float = settings.nucleus
+        self.seed: int = settings.seed
+        self.think: bool = settings.think
+        self.max_tokens: int | None = settings.ngen if settings.ngen < 1 << 31 else None
+        if self.prefix.notice:
+            say(self.prefix.notice)
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        self.worker.shutdown()
-
-    def check_room(self, ids):
-        """The ids, if an answer of at least one token has room."""
-        if positions_needed(len(ids), 1) > self.context:
-            raise ApiError(
-                400,
-                f"the prompt has {len(ids)} tokens, the context of this server is {self.context} (CTX)",
-                code="context_length_exceeded",
-            )
-        return ids
-
-    def request(self, ids, sampling, max_tokens, prompt_logprobs):
-        """-> the engine's Request."""
-        seed = self.seed + next(self.numbers) * SEED_STEP if sampling.seed is None else sampling.seed
+    def make_request(
+        self, ids: Sequence[int], max_tokens: int | None, temperature: float, top_p: float, seed: int, **options: Any
+    ) -> Request:
+        """Return the engine's Request, of at most as many tokens as have room behind the prompt."""
+        room = max_answer_tokens(len(ids), self.context)
         return Request(
-            prompt_ids=tuple(ids),
-            max_tokens=max_tokens,
-            temperature=float(sampling.temperature),
-            nucleus=float(sampling.nucleus),
-            top_k=sampling.top_k,
+            tuple(ids),
+            max_tokens=room if max_tokens is None else min(max_tokens, room),
+            temperature=float(temperature),
+            nucleus=float(top_p),
             seed=seed % 2**64,
-            num_samples=sampling.n,
             stop_ids=self.stop_ids,
-            top_logprobs=sampling.top_logprobs,
-            prompt_logprobs=prompt_logprobs,
-            conversation=sampling.conversation,
+            **options,
         )
-
-    def check_model(self, fields):
-        """The field `model`: this one, or left out."""
-        name = fields.text("model")
-        if name not in (None, self.model_id):
-            raise ApiError(404, f"there is no model {name!r} here, but {self.model_id!r}", "model", "model_not_found")
-
-    def model(self):
-        """The entry of /v1/models."""
-        return {
-            "id": self.model_id,
-            "object": "model",
-            "created": self.created,
-            "owned_by": "colibri.py",
-            "max_model_len": self.context,
-        }

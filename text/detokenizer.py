@@ -1,23 +1,26 @@
-"""Token ids -> text as it comes, never half a character."""
+"""Streaming detokenizer: token ids -> text while it is generated, never half a character."""
 
 from tokenizers.decoders import DecodeStream
 
+from text.tokenizer import TextTokenizer
+
 
 class Detokenizer:
-    """Feed ids, get the text that is complete; what stays incomplete at the end becomes one U+FFFD."""
+    """The ids and the text of one answer so far."""
 
-    def __init__(self, tokenizer):
+    def __init__(self, tokenizer: TextTokenizer):
         self.tokenizer = tokenizer
-        self.stream = DecodeStream(skip_special_tokens=False)
-        self.ids, self.text = [], ""
+        self.decode_stream = DecodeStream(skip_special_tokens=False)
+        self.ids: list[int] = []
+        self.text = ""
 
-    def push(self, token):
-        """-> the new text, or "" while a character is incomplete."""
+    def add_token(self, token: int) -> str:
+        """Return the text that the token completes: "" while a character is incomplete."""
         self.ids.append(token)
-        piece = self.stream.step(self.tokenizer.tokenizer, token) or ""
-        self.text += piece
-        return piece
+        new_text = self.decode_stream.step(self.tokenizer.tokenizer, token) or ""
+        self.text += new_text
+        return new_text
 
-    def finish(self):
-        """-> the rest at the end of the text."""
+    def flush(self) -> str:
+        """Return the rest at the end of the text: an incomplete character as one U+FFFD."""
         return self.tokenizer.decode(self.ids)[len(self.text) :]

@@ -1,68 +1,76 @@
-"""The text of an answer in the form of gpt-oss, as it comes -> the pieces of text/reply.py.
+"""Streaming parser of answers in the harmony format of gpt-oss.
 
-<|channel|>analysis<|message|>thoughts<|end|><|start|>assistant<|channel|>final<|message|>what it says
-<|start|>assistant to=functions.NAME<|channel|>commentary json<|message|>{"its": "arguments"}<|call|>
+<|channel|>analysis<|message|>reasoning<|end|><|start|>assistant<|channel|>final<|message|>content
+<|start|>assistant to=functions.NAME<|channel|>commentary json<|message|>{"arguments": "of the call"}<|call|>
 """
 
 import re
 
-from text.reply import StreamParser
-from text.stop_strings import overlap
+from text.stop_strings import partial_match_length
+from text.stream_parser import Segment, StreamParser
+from text.tool_calls import ToolSchemas
 
 CHANNEL, MESSAGE = "<|channel|>", "<|message|>"
 ENDS = ("<|end|>", "<|start|>", "<|call|>", "<|return|>")
-STARTS = (CHANNEL, "<|start|>", "to=")  # what a header may begin with
+HEADER_STARTS = (CHANNEL, "<|start|>", "to=")
 
 
 class HarmonyParser(StreamParser):
-    """As ReplyReader. Each message has a header that says what it is; a text without any is content."""
+    """Parameters as of ReplyParser. The header of a message tells its kind; a text without any header is content."""
 
-    def __init__(self, tools=None, one_call=False, begun=""):
-        self.tools, self.one_call, self.rest = tools, one_call, begun
-        self.state, self.kind, self.is_first = self.read_header, None, True
-        self.num_calls, self.is_over = 0, False
+    def __init__(self, tools: ToolSchemas | None = None, one_call: bool = False, answer_prefix: str = ""):
+        super().__init__(self.parse_header, answer_prefix)
+        self.tools = tools
+        self.one_call = one_call
+        self.num_calls = 0
+        self.kind: str | None = None  # of the message that is parsed
+        self.is_first = True
 
     @property
-    def is_thinking(self):
+    def is_reasoning(self) -> bool:
         return self.kind == "reasoning"
 
-    def read_header(self, pieces):
-        head, tag, rest = self.rest.partition(MESSAGE)
-        begin = self.rest.lstrip()
-        if self.is_first and not any(start.startswith(begin) or begin.startswith(start) for start in STARTS):
-            self.kind, self.state, self.is_first = "content", self.read_body, False
-            return True
-        if not tag:
+    def parse_header(self, segments: list[Segment]) -> bool:
+        header, tag, rest = self.buffer.partition(MESSAGE)
+        text = self.buffer.lstrip()
+        if self.is_first and not any(start.startswith(text) or text.startswith(start) for start in HEADER_STARTS):
+            self.kind = "content"
+        elif not tag:
             return False
-        self.rest, self.state, self.is_first = rest, self.read_body, False
-        name = re.search(r"to=functions\.([^\s<]+)", head)
-        if name and self.tools and name[1] in self.tools.schemas:
-            self.kind = "arguments"
-            pieces.append(("call", name[1]))
         else:
-            self.kind = "reasoning" if f"{CHANNEL}analysis" in head else "content"
+            self.buffer = rest
+            name = re.search(r"to=functions\.([^\s<]+)", header)
+            if name and self.tools and name[1] in self.tools.schemas:
+                self.kind = "arguments"
+                segments.append(("call", name[1]))
+            else:
+                self.kind = "reasoning" if f"{CHANNEL}analysis" in header else "content"
+        self.state = self.parse_message
+        self.is_first = False
         return True
 
-    def read_body(self, pieces):
-        at, end = min(((at, end) for end in ENDS if (at := self.rest.find(end)) >= 0), default=(None, ""))
-        length = len(self.rest) - overlap(self.rest, ENDS) if at is None else at
+    def parse_message(self, segments: list[Segment]) -> bool:
+        assert self.kind
+        found = [(at, end) for end in ENDS if (at := self.buffer.find(end)) >= 0]
+        length, end = min(found, default=(len(self.buffer) - partial_match_length(self.buffer, ENDS), ""))
         if length:
-            pieces.append((self.kind, self.rest[:length]))
-        self.rest = self.rest[length + len(end) :]
-        if at is not None:
+            segments.append((self.kind, self.buffer[:length]))
+        self.buffer = self.buffer[length + len(end) :]
+        if end:
             self.end_message()
-        return at is not None
+        return bool(end)
 
-    def end_message(self):
+    def end_message(self) -> None:
         if self.kind == "arguments":
             self.num_calls += 1
-            self.is_over = self.one_call
-        self.kind, self.state = None, self.read_header
+            self.is_finished = self.one_call
+        self.kind = None
+        self.state = self.parse_header
 
-    def finish(self, is_cut=False):
-        """-> the last piece; a header without its message is nothing."""
-        pieces = [(self.kind, self.rest)] if self.kind and self.rest else []
+    def flush(self, is_truncated: bool = False) -> list[Segment]:
+        """Return the last segment; a header without its message gives none."""
+        segments = [(self.kind, self.buffer)] if self.kind and self.buffer else []
         if self.kind:
             self.end_message()
-        self.rest = ""
-        return pieces
+        self.buffer = ""
+        return segments

@@ -1,128 +1,138 @@
-"""The text of an answer, as it comes -> its thoughts, what it says, and the tools it calls.
+"""Streaming parser of an answer: reasoning content, content and tool calls between <think> and <tool_call> tags."""
 
-A piece is ("reasoning", text), ("content", text), ("call", name) or ("arguments", text). The pieces of a text are the
-same however it is cut up, put together.
-"""
-
-from text.stop_strings import overlap
-from text.tool_calls import OPEN, ToolCallParser
+from text.stop_strings import partial_match_length
+from text.stream_parser import Segment, StreamParser, join_segments
+from text.tool_calls import CALL_START, GlmToolParser, HermesToolParser, ToolSchemas
 
 THINK, THINK_END = "<think>", "</think>"
 
 
-class StreamParser:
-    """Takes a text as it comes. `state` is the method that reads on in `rest`: it adds pieces, and tells whether there
-    is more to do with what is left, by itself or by another state."""
-
-    def push(self, text):
-        self.rest, pieces = self.rest + text, []
-        while not self.is_over and self.state(pieces):
-            pass
-        return join(pieces)
-
-
 class ReplyParser(StreamParser):
-    """thinking: "open" (the prompt ended with <think>), "maybe" (the text may begin with it), or "off". tools: Tools
-    that may be called, or None: then their tags are text. one_call: nothing counts after the first call. begun: what
-    the prompt already holds of the answer."""
+    """reasoning: "open" (the prompt ended with <think>), "maybe" (the text may begin with it) or "off". tools: the
+    functions that may be called; without them tool-call tags are text. one_call: parse nothing after the first call.
+    answer_prefix: the start of the answer, where the prompt already holds it."""
 
-    def __init__(self, thinking="off", tools=None, one_call=False, begun=""):
-        self.tools, self.one_call = tools, one_call
-        self.state = {"open": self.read_thoughts, "maybe": self.read_start, "off": self.read_content}[thinking]
-        self.rest, self.gap, self.call = begun, "", None
-        self.num_calls, self.is_over = 0, False
-        self.is_fresh = thinking == "open"  # spaces at the beginning of what comes next are dropped
-        self.is_thinking = thinking == "open"
+    def __init__(
+        self,
+        reasoning: str = "off",
+        tools: ToolSchemas | None = None,
+        one_call: bool = False,
+        answer_prefix: str = "",
+    ):
+        states = {"open": self.parse_reasoning, "maybe": self.parse_start, "off": self.parse_content}
+        super().__init__(states[reasoning], answer_prefix)
+        self.tools = tools
+        self.one_call = one_call
+        self.num_calls = 0
+        self.call: GlmToolParser | HermesToolParser | None = None
+        self.call_text = ""  # what followed <tool_call>, for a call that turns out to be text
+        self.gap = ""  # the spaces before it
+        self.is_reasoning = reasoning == "open"
+        self.drops_spaces = reasoning == "open"  # at the start of a section
 
-    def read_start(self, pieces):
-        start = self.rest.lstrip()
+    def parse_start(self, segments: list[Segment]) -> bool:
+        start = self.buffer.lstrip()
         if start.startswith(THINK):
-            self.rest, self.state, self.is_fresh = start[len(THINK) :], self.read_thoughts, True
-            self.is_thinking = True
+            self.buffer = start[len(THINK) :]
+            self.state = self.parse_reasoning
+            self.is_reasoning = self.drops_spaces = True
             return True
         if THINK.startswith(start):
             return False
-        self.state = self.read_content
+        self.state = self.parse_content
         return True
 
-    def read_thoughts(self, pieces):
-        thoughts, tag, rest = self.rest.partition(THINK_END)
-        if tag:
-            self.give(pieces, "reasoning", thoughts.rstrip())
-            self.rest, self.state, self.is_fresh, self.is_thinking = rest, self.read_content, True, False
-            return True
-        self.give_certain(pieces, "reasoning", (THINK_END,))
-        return False
-
-    def read_content(self, pieces):
-        if not self.tools:
-            self.give(pieces, "content", self.rest)
-            self.rest = ""
+    def parse_reasoning(self, segments: list[Segment]) -> bool:
+        thoughts, tag, rest = self.buffer.partition(THINK_END)
+        if not tag:
+            self.append_certain(segments, "reasoning", THINK_END)
             return False
-        said, tag, rest = self.rest.partition(OPEN)
-        if tag:
-            self.give(pieces, "content", said.rstrip())
-            self.gap = said[len(said.rstrip()) :]
-            self.rest, self.state, self.call = rest, self.read_call, ToolCallParser(self.tools)
-            return True
-        self.give_certain(pieces, "content", (OPEN,))
-        return False
+        self.append(segments, "reasoning", thoughts.rstrip())
+        self.buffer = rest
+        self.state = self.parse_content
+        self.is_reasoning = False
+        self.drops_spaces = True
+        return True
 
-    def read_call(self, pieces):
-        text, self.rest = self.rest, ""
-        pieces += self.call.push(text)
+    def parse_content(self, segments: list[Segment]) -> bool:
+        if not self.tools:
+            self.append(segments, "content", self.buffer)
+            self.buffer = ""
+            return False
+        text, tag, rest = self.buffer.partition(CALL_START)
+        if not tag:
+            self.append_certain(segments, "content", CALL_START)
+            return False
+        content = text.rstrip()
+        self.append(segments, "content", content)
+        self.gap = text[len(content) :]
+        self.call_text = ""
+        self.buffer = rest
+        self.state = self.parse_call
+        return True
+
+    def parse_call(self, segments: list[Segment]) -> bool:
+        assert self.tools
+        text = self.buffer
+        self.call_text += text
+        self.buffer = ""
+        if self.call is None:
+            start = self.call_text.lstrip()
+            if not start:
+                return False
+            # The first character tells the format.
+            self.call = (HermesToolParser if start.startswith("{") else GlmToolParser)(self.tools)
+            text = self.call_text
+        segments += self.call.parse(text)
         if self.call.is_rejected:
-            self.reject(pieces)
-            return True
-        if self.call.is_closed:
-            self.rest, self.state, self.is_fresh = self.call.rest, self.read_content, True
+            self.reject_call(segments)
+        elif self.call.is_finished:
+            self.buffer = self.call.buffer
             self.end_call()
-            return True
-        return False
+        else:
+            return False
+        return True
 
-    def end_call(self):
-        self.num_calls, self.call = self.num_calls + 1, None
-        self.is_over = self.one_call
+    def end_call(self) -> None:
+        self.num_calls += 1
+        self.call = None
+        self.state = self.parse_content
+        self.drops_spaces = True
+        self.is_finished = self.one_call
 
-    def reject(self, pieces):
-        """No call: its opening tag is text, and what follows is read again."""
-        self.give(pieces, "content", self.gap + OPEN)
-        self.rest, self.state, self.is_fresh, self.call = self.call.raw, self.read_content, False, None
+    def reject_call(self, segments: list[Segment]) -> None:
+        """Make the opening tag content, and parse again what follows it."""
+        self.append(segments, "content", self.gap + CALL_START)
+        self.buffer = self.call_text
+        self.call = None
+        self.state = self.parse_content
+        self.drops_spaces = False
 
-    def give(self, pieces, kind, text):
-        """A piece, without spaces at the beginning of its part."""
-        if self.is_fresh:
+    def append(self, segments: list[Segment], kind: str, text: str) -> None:
+        """Append a segment, without the spaces at the start of its section."""
+        if self.drops_spaces:
             text = text.lstrip()
-            self.is_fresh = not text
+            self.drops_spaces = not text
         if text:
-            pieces.append((kind, text))
+            segments.append((kind, text))
 
-    def give_certain(self, pieces, kind, tags):
-        """All but what may be the beginning of a tag, and the spaces before that, which go if it is one."""
-        certain = self.rest[: len(self.rest) - overlap(self.rest, tags)].rstrip()
-        self.give(pieces, kind, certain)
-        self.rest = self.rest[len(certain) :]
+    def append_certain(self, segments: list[Segment], kind: str, tag: str) -> None:
+        """Append the buffer without what may be the start of the tag, and without the spaces before that, which a tag
+        would drop."""
+        certain = self.buffer[: len(self.buffer) - partial_match_length(self.buffer, (tag,))].rstrip()
+        self.append(segments, kind, certain)
+        self.buffer = self.buffer[len(certain) :]
 
-    def finish(self, is_cut=False):
-        """-> the last pieces. is_cut: the text did not end by itself."""
-        pieces = []
-        if self.call:
-            pieces += self.call.finish(is_cut)
-            if self.call.is_begun:
+    def flush(self, is_truncated: bool = False) -> list[Segment]:
+        """Return the last segments. is_truncated: the text was cut off by its length."""
+        segments: list[Segment] = []
+        if self.state == self.parse_call:
+            if self.call:
+                segments += self.call.flush(is_truncated)
+            if self.call and self.call.name:
                 self.end_call()
             else:
-                self.reject(pieces)
-        self.give(pieces, "reasoning" if self.is_thinking else "content", self.rest)
-        self.rest = ""
-        return join(pieces)
-
-
-def join(pieces):
-    """Neighbours of one kind made one, but for calls."""
-    joined = []
-    for kind, text in pieces:
-        if joined and joined[-1][0] == kind != "call":
-            joined[-1] = (kind, joined[-1][1] + text)
-        else:
-            joined.append((kind, text))
-    return joined
+                self.reject_call(segments)
+        self.append(segments, "reasoning" if self.is_reasoning else "content", self.buffer)
+        self.buffer = ""
+        return join_segments(segments)

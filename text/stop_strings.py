@@ -1,29 +1,33 @@
-"""Stop strings over text that comes in pieces."""
+"""Stop strings in text that arrives in increments."""
+
+from collections.abc import Iterable
 
 
 class StopStrings:
-    """Gives back what cannot be the beginning of a stop string any more; a stop string may span pieces."""
+    """Holds back text that may be the start of a stop string; a stop string may span increments."""
 
-    def __init__(self, stops=()):
-        self.stops, self.held = stops, ""
+    def __init__(self, stop_strings: Iterable[str] = ()):
+        self.stop_strings = tuple(stop_strings)
+        self.held = ""
 
-    def push(self, text):
-        """-> (the text that is certain, whether a stop string followed it). Nothing comes after that."""
+    def add_text(self, text: str) -> tuple[str, bool]:
+        """Return (the text that can be given out, whether a stop string followed it). The first stop ends the text."""
         text = self.held + text
-        found = [at for stop in self.stops if (at := text.find(stop)) >= 0]
+        found = [at for stop in self.stop_strings if (at := text.find(stop)) >= 0]
         if found:
             self.held = ""
             return text[: min(found)], True
-        kept = overlap(text, self.stops)
-        self.held = text[len(text) - kept :]
-        return text[: len(text) - kept], False
+        num_certain = len(text) - partial_match_length(text, self.stop_strings)
+        self.held = text[num_certain:]
+        return text[:num_certain], False
 
-    def finish(self):
-        """-> what was held back, at the end of the text."""
-        held, self.held = self.held, ""
+    def flush(self) -> str:
+        """Return the text that was held back, at the end of the text."""
+        held = self.held
+        self.held = ""
         return held
 
 
-def overlap(text, words):
-    """The length of the longest end of the text that one of the words begins with, short of the whole word."""
+def partial_match_length(text: str, words: Iterable[str]) -> int:
+    """Return the length of the longest end of the text that is the start of a word, but not all of it."""
     return max((n for word in words for n in range(1, len(word)) if text.endswith(word[:n])), default=0)

@@ -1,19 +1,20 @@
-"""Tool calls in a model's text, read as they come: what stands between <tool_call> and </tool_call>.
+"""Streaming parsers of tool calls: the text between <tool_call> and </tool_call>, in one of two formats.
 
 GLM:    name<arg_key>key</arg_key><arg_value>value</arg_value>...
 Hermes: {"name": "...", "arguments": {...}}
 
-Each form is read by a class with push(text) and finish(is_cut) -> pieces, a piece being ("call", name) once and then
-("arguments", JSON text). `is_rejected`: this is no call, its text is prose (only before the first piece). `rest`: the
-text behind the call, once `is_closed`.
+A parser gives ("call", name) once, then ("arguments", JSON text). When it is finished, its buffer holds the text behind
+the call; `is_rejected`: the text is no call (only before the first segment).
 """
 
 import json
 import re
+from typing import Any
 
-from text.stop_strings import overlap
+from text.stop_strings import partial_match_length
+from text.stream_parser import Segment, StreamParser
 
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
+CALL_START, CALL_END = "<tool_call>", "</tool_call>"
 KEY, KEY_END, VALUE, VALUE_END = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
 # Hermes, up to the arguments.
 HEADER = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*')
@@ -23,211 +24,180 @@ DECODER = json.JSONDecoder()
 class ToolSchemas:
     """The functions that a request offers: name -> JSON schema of its parameters."""
 
-    def __init__(self, schemas):
+    def __init__(self, schemas: dict[str, dict[str, Any]]):
         self.schemas = schemas
 
-    def types(self, name, key):
-        """The JSON types that an argument may have; none where the schema does not say."""
-        schema = (self.schemas[name].get("properties") or {}).get(key) or {}
-        types = schema.get("type") if isinstance(schema, dict) else None
-        if types is None and isinstance(schema, dict) and schema.get("enum"):
+    def argument_types(self, name: str, key: str) -> set[str]:
+        """Return the JSON types that an argument may have; none where the schema does not say."""
+        schema = (self.schemas[name].get("properties") or {}).get(key)
+        if not isinstance(schema, dict):
+            return set()
+        types = schema.get("type")
+        if types is None and schema.get("enum"):
             return {"string"} if all(isinstance(value, str) for value in schema["enum"]) else set()
         return {types} if isinstance(types, str) else {t for t in types or () if isinstance(t, str)}
 
-    def value(self, name, key, text):
-        """An argument as GLM writes it -> its JSON: texts stand there plainly, everything else as JSON."""
-        types = self.types(name, key)
+    def argument_json(self, name: str, key: str, text: str) -> str:
+        """Return the JSON of an argument in GLM's format, which writes strings plainly and everything else as JSON."""
+        types = self.argument_types(name, key)
         if types != {"string"}:
             try:
                 value = json.loads(text.strip())
                 if not (types and types <= {"string", "null"}) or value is None:
-                    return dump(value)
+                    return to_json(value)
             except ValueError:
                 pass
-        return dump(text)
+        return to_json(text)
 
 
-class ToolCallParser:
-    """Waits for the first character, which tells the form."""
+class GlmToolParser(StreamParser):
+    """Parser of GLM's format. Strings are passed on as they come, other values when they are complete."""
 
-    def __init__(self, tools):
-        self.tools, self.form, self.raw = tools, None, ""
+    def __init__(self, tools: ToolSchemas):
+        super().__init__(self.parse_name)
+        self.tools = tools
+        self.name = ""
+        self.key = ""
+        self.num_arguments = 0
+        self.is_rejected = False
+        self.is_in_string = False
 
-    def push(self, text):
-        self.raw += text
-        if self.form:
-            return self.form.push(text)
-        start = self.raw.lstrip()
-        if not start:
-            return []
-        self.form = (HermesToolParser if start.startswith("{") else GlmToolParser)(self.tools)
-        return self.form.push(self.raw)
-
-    def finish(self, is_cut):
-        return self.form.finish(is_cut) if self.form else []
-
-    @property
-    def is_rejected(self):
-        return bool(self.form) and self.form.is_rejected
-
-    @property
-    def is_closed(self):
-        return bool(self.form) and self.form.is_closed
-
-    @property
-    def is_begun(self):
-        """Whether a piece has been given: then it is a call, whatever comes."""
-        return bool(self.form) and self.form.name is not None
-
-    @property
-    def rest(self):
-        return self.form.rest
-
-
-class GlmToolParser:
-    """Texts are passed on as they come, other values when they are whole."""
-
-    def __init__(self, tools):
-        self.tools, self.rest, self.stage = tools, "", self.read_name
-        self.name = self.key = None
-        self.num_arguments, self.is_closed, self.is_rejected, self.is_in_text = 0, False, False, False
-
-    def push(self, text):
-        self.rest, pieces = self.rest + text, []
-        while not (self.is_closed or self.is_rejected) and self.stage(pieces):
-            pass
-        return pieces
-
-    def read_name(self, pieces):
-        """A name of a tool, then the first argument or the end. Each stage tells whether the next may go on."""
-        at = min((at for tag in (KEY, CLOSE) if (at := self.rest.find(tag)) >= 0), default=None)
+    def parse_name(self, segments: list[Segment]) -> bool:
+        at = self.find_tag()
         if at is None:
-            name = self.rest[: len(self.rest) - overlap(self.rest, (KEY, CLOSE))].strip()
-            self.is_rejected = not any(known.startswith(name) for known in self.tools.schemas)
+            name = self.buffer[: len(self.buffer) - partial_match_length(self.buffer, (KEY, CALL_END))].strip()
+            is_known = any(known.startswith(name) for known in self.tools.schemas)
+        else:
+            name = self.buffer[:at].strip()
+            is_known = name in self.tools.schemas
+        self.is_finished = self.is_rejected = not is_known
+        if at is None or not is_known:
             return False
-        name = self.rest[:at].strip()
-        if name not in self.tools.schemas:
-            self.is_rejected = True
-            return False
-        self.begin(name, pieces)
-        self.rest, self.stage = self.rest[at:], self.read_next
-        return True
-
-    def begin(self, name, pieces):
         self.name = name
-        pieces.append(("call", name))
-
-    def read_next(self, pieces):
-        """Another argument, or the end; what else stands here has no meaning."""
-        at = min((at for tag in (KEY, CLOSE) if (at := self.rest.find(tag)) >= 0), default=None)
-        if at is None:
-            self.rest = self.rest[len(self.rest) - overlap(self.rest, (KEY, CLOSE)) :]
-            return False
-        if self.rest.startswith(CLOSE, at):
-            self.rest, self.is_closed = self.rest[at + len(CLOSE) :], True
-            pieces.append(("arguments", "}" if self.num_arguments else "{}"))
-            return False
-        self.rest, self.stage = self.rest[at + len(KEY) :], self.read_key
+        segments.append(("call", name))
+        self.buffer = self.buffer[at:]
+        self.state = self.parse_next
         return True
 
-    def read_key(self, pieces):
-        key, tag, rest = self.rest.partition(KEY_END)
+    def find_tag(self) -> int | None:
+        """Return where the next argument or the end of the call begins."""
+        return min((at for tag in (KEY, CALL_END) if (at := self.buffer.find(tag)) >= 0), default=None)
+
+    def parse_next(self, segments: list[Segment]) -> bool:
+        """Parse the tag of another argument, or the end of the call. Other text here has no meaning."""
+        at = self.find_tag()
+        if at is None:
+            self.buffer = self.buffer[len(self.buffer) - partial_match_length(self.buffer, (KEY, CALL_END)) :]
+            return False
+        if self.buffer.startswith(CALL_END, at):
+            self.buffer = self.buffer[at + len(CALL_END) :]
+            self.is_finished = True
+            segments.append(("arguments", self.closing_bracket()))
+            return False
+        self.buffer = self.buffer[at + len(KEY) :]
+        self.state = self.parse_key
+        return True
+
+    def parse_key(self, segments: list[Segment]) -> bool:
+        key, tag, rest = self.buffer.partition(KEY_END)
         if tag:
-            self.key, self.rest, self.stage = key.strip(), rest, self.read_value_tag
+            self.key = key.strip()
+            self.buffer = rest
+            self.state = self.parse_value_tag
         return bool(tag)
 
-    def read_value_tag(self, pieces):
-        _, tag, rest = self.rest.partition(VALUE)
+    def parse_value_tag(self, segments: list[Segment]) -> bool:
+        _, tag, rest = self.buffer.partition(VALUE)
         if not tag:
             return False
-        self.rest, self.stage = rest, self.read_value
-        self.is_in_text = self.tools.types(self.name, self.key) == {"string"}
-        if self.is_in_text:
-            pieces.append(("arguments", f'{self.lead()}"'))
+        self.buffer = rest
+        self.state = self.parse_value
+        self.is_in_string = self.tools.argument_types(self.name, self.key) == {"string"}
+        if self.is_in_string:
+            segments.append(("arguments", f'{self.key_json()}"'))
         return True
 
-    def lead(self):
-        """What stands before a value."""
+    def key_json(self) -> str:
+        """Return the JSON in front of a value."""
         self.num_arguments += 1
-        return f"{', ' if self.num_arguments > 1 else '{'}{dump(self.key)}: "
+        return f"{', ' if self.num_arguments > 1 else '{'}{to_json(self.key)}: "
 
-    def read_value(self, pieces):
-        value, tag, rest = self.rest.partition(VALUE_END)
-        if self.is_in_text:
-            held = 0 if tag else overlap(value, (VALUE_END,))
+    def closing_bracket(self) -> str:
+        return "}" if self.num_arguments else "{}"
+
+    def parse_value(self, segments: list[Segment]) -> bool:
+        value, tag, rest = self.buffer.partition(VALUE_END)
+        if self.is_in_string:
+            held = 0 if tag else partial_match_length(value, (VALUE_END,))
             text = value[: len(value) - held]
-            self.rest = rest if tag else value[len(text) :]
-            if inner := dump(text)[1:-1] + ('"' if tag else ""):
-                pieces.append(("arguments", inner))
+            self.buffer = rest if tag else value[len(text) :]
+            if inner := to_json(text)[1:-1] + ('"' if tag else ""):
+                segments.append(("arguments", inner))
         elif tag:
-            pieces.append(("arguments", self.lead() + self.tools.value(self.name, self.key, value)))
-            self.rest = rest
+            segments.append(("arguments", self.key_json() + self.tools.argument_json(self.name, self.key, value)))
+            self.buffer = rest
         if tag:
-            self.is_in_text, self.stage = False, self.read_next
+            self.is_in_string = False
+            self.state = self.parse_next
         return bool(tag)
 
-    def finish(self, is_cut):
-        """The text ended inside the call. What is complete of it counts; a text that was cut off stays open, without
-        the piece of a tag that may stand behind it."""
-        if self.name is None:
-            self.is_rejected = True
+    def flush(self, is_truncated: bool) -> list[Segment]:
+        """Return the end of a call that was not closed. A truncated string stays open, without the start of a tag
+        that may stand behind it."""
+        if not self.name or (self.is_in_string and is_truncated):
             return []
-        if self.is_in_text:
-            return [] if is_cut else [("arguments", '"}')]
-        return [("arguments", "}" if self.num_arguments else "{}")]
+        return [("arguments", '"}' if self.is_in_string else self.closing_bracket())]
 
 
-class HermesToolParser:
-    """The arguments are passed on as they come."""
+class HermesToolParser(StreamParser):
+    """Parser of the Hermes format. The arguments are passed on as they come."""
 
-    def __init__(self, tools):
-        self.tools, self.rest, self.name = tools, "", None
-        self.is_closed = self.is_rejected = self.is_over = False  # is_over: the arguments are
-        self.depth, self.is_quoted, self.is_escaped = 0, False, False
+    def __init__(self, tools: ToolSchemas):
+        super().__init__(self.parse_header)
+        self.tools = tools
+        self.name = ""
+        self.is_rejected = False
+        self.depth = 0  # open brackets of the arguments
+        self.is_quoted = False
+        self.is_escaped = False
 
-    def push(self, text):
-        self.rest, pieces = self.rest + text, []
-        if self.name is None:
-            self.read_header(pieces)
-        if self.name is not None and not self.is_over:
-            self.read_arguments(pieces)
-        if self.is_over and CLOSE in self.rest:
-            self.rest, self.is_closed = self.rest.partition(CLOSE)[2], True
-        return pieces
-
-    def read_header(self, pieces):
-        match = HEADER.match(self.rest)
-        # Not before its first character is there: what kind of value it is decides how it is read.
-        if match and self.rest[match.end() :].startswith("{"):
+    def parse_header(self, segments: list[Segment]) -> bool:
+        match = HEADER.match(self.buffer)
+        # The first character of the arguments tells whether they are an object or a string.
+        if match and self.buffer[match.end() :].startswith("{"):
             name = json.loads(match[1])
             if name in self.tools.schemas:
-                self.name, self.rest = name, self.rest[match.end() :]
-                pieces.append(("call", name))
-            else:
-                self.is_rejected = True
-        elif CLOSE in self.rest:
-            self.read_whole(pieces)
-        elif not re.match(r'\s*\{\s*("|$)', self.rest):
-            self.is_rejected = True
+                self.name = name
+                self.buffer = self.buffer[match.end() :]
+                self.state = self.parse_arguments
+                segments.append(("call", name))
+                return True
+        elif CALL_END in self.buffer:
+            self.parse_complete_call(segments)
+            if self.name:
+                return True
+        elif re.match(r'\s*\{\s*("|$)', self.buffer):
+            return False
+        self.is_finished = self.is_rejected = True
+        return False
 
-    def read_whole(self, pieces):
-        """A call in another order, or with its arguments as a text: read when all of it is there."""
+    def parse_complete_call(self, segments: list[Segment]) -> None:
+        """Parse a call with its fields in another order, or with its arguments as a string."""
         try:
-            call, _ = DECODER.raw_decode(self.rest.lstrip())
+            call, _ = DECODER.raw_decode(self.buffer.lstrip())
             name = call["name"]
             arguments = call.get("arguments", call.get("parameters")) or {}
             arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
         except (ValueError, KeyError):
-            name = arguments = None
-        if not isinstance(name, str) or name not in self.tools.schemas or not isinstance(arguments, dict):
-            self.is_rejected = True
             return
-        self.name, self.is_over = name, True
-        pieces += [("call", name), ("arguments", dump(arguments))]
+        if isinstance(name, str) and name in self.tools.schemas and isinstance(arguments, dict):
+            self.name = name
+            self.state = self.parse_end
+            segments += [("call", name), ("arguments", to_json(arguments))]
 
-    def read_arguments(self, pieces):
-        """Up to the bracket that closes the first one."""
-        for at, c in enumerate(self.rest):
+    def parse_arguments(self, segments: list[Segment]) -> bool:
+        """Pass on the text up to the bracket that closes the first one."""
+        for at, c in enumerate(self.buffer):
             if self.is_quoted:
                 self.is_quoted = self.is_escaped or c != '"'
                 self.is_escaped = not self.is_escaped and c == "\\"
@@ -238,20 +208,29 @@ class HermesToolParser:
             elif c in "}]":
                 self.depth -= 1
                 if self.depth == 0:
-                    pieces.append(("arguments", self.rest[: at + 1]))
-                    self.rest, self.is_over = self.rest[at + 1 :], True
-                    return
-        if self.rest:
-            pieces.append(("arguments", self.rest))
-            self.rest = ""
+                    segments.append(("arguments", self.buffer[: at + 1]))
+                    self.buffer = self.buffer[at + 1 :]
+                    self.state = self.parse_end
+                    return True
+        if self.buffer:
+            segments.append(("arguments", self.buffer))
+            self.buffer = ""
+        return False
 
-    def finish(self, is_cut):
-        """The text ended inside the call: a whole object is a call, a piece of one that is under way stays a piece."""
-        pieces = []
-        if self.name is None:
-            self.read_whole(pieces)
-        return pieces
+    def parse_end(self, segments: list[Segment]) -> bool:
+        _, tag, rest = self.buffer.partition(CALL_END)
+        if tag:
+            self.buffer = rest
+            self.is_finished = True
+        return False
+
+    def flush(self, is_truncated: bool) -> list[Segment]:
+        """Return a complete call that was not closed; an incomplete one stays as it was given out."""
+        segments: list[Segment] = []
+        if not self.name:
+            self.parse_complete_call(segments)
+        return segments
 
 
-def dump(value):
+def to_json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)

@@ -1,21 +1,31 @@
-"""What a client is told when a request is refused or fails, in the shape of the OpenAI API."""
+"""Errors that a client sees, in the JSON of the OpenAI API."""
+
+from collections.abc import Mapping
+from typing import Any
+
+JsonObject = dict[str, Any]
+TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
 class ApiError(Exception):
-    """HTTP status, message, and what it is about: the field (`param`) and a word for programs (`code`)."""
+    """An HTTP status and a message. param: the field that is wrong; code: a word for programs."""
 
-    def __init__(self, status, message, param=None, code=None, headers=None):
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ):
         super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
+        self.status = status
+        self.param = param
+        self.code = code
         self.headers = headers or {}
 
     @property
-    def body(self):
-        kind = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
-        kind = kind.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
-
-
-def bad(param, message, code=None):
-    """-> the ApiError of a field that has no such value."""
-    return ApiError(400, f"{param}: {message}" if param else message, param, code)
+    def body(self) -> JsonObject:
+        default = "invalid_request_error" if self.status < 500 else "server_error"
+        error_type = TYPES.get(self.status, default)
+        return {"error": {"message": str(self), "type": error_type, "param": self.param, "code": self.code}}

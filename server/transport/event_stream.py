@@ -1,103 +1,109 @@
-"""How answers travel: server-sent events, or one JSON object; and what happens when the client goes away."""
+"""Responses of a generation: one JSON object, or server-sent events. A client that disconnects ends the generation."""
 
 import asyncio
 import json
 
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
 
-from server.openai.api_error import ApiError
+from server.generation import Generation
+from server.openai.api_error import ApiError, JsonObject
+from server.openai.responses import ResponseBuilder
+from server.transport.access_control import USAGE_NOTE
 
 
 class ClientDisconnected(Exception):
-    """The client went away; there is nobody to answer."""
+    """The client disconnected before its answer."""
 
 
 class DisconnectWatch:
-    """While it lasts, a client that goes away ends the generation."""
+    """Aborts a generation when the client disconnects."""
 
-    def __init__(self, receive, generation):
-        self.receive, self.generation, self.task = receive, generation, None
+    def __init__(self, receive: Receive, generation: Generation):
+        self.receive = receive
+        self.generation = generation
 
-    async def wait(self):
+    async def wait_for_disconnect(self) -> None:
         while (await self.receive())["type"] != "http.disconnect":
             pass
-        self.generation.abandon()
+        self.generation.abort()
 
-    async def __aenter__(self):
-        self.task = asyncio.create_task(self.wait())
+    async def __aenter__(self) -> None:
+        self.task = asyncio.create_task(self.wait_for_disconnect())
 
-    async def __aexit__(self, *error):
+    async def __aexit__(self, *error: object) -> None:
         self.task.cancel()
-        self.generation.abandon()  # what is over does not notice
+        self.generation.abort()
 
 
-async def whole_answer(request, shape, start):
-    """-> one JSON object with all answers. start() -> Generation."""
-    generation = shape.generation = start()
+async def json_response(request: Request, builder: ResponseBuilder) -> JSONResponse:
+    """Wait for all choices, and return them as one JSON object."""
+    generation = builder.generation
     async with DisconnectWatch(request.receive, generation):
-        shape.begin()
-        while not generation.is_over:
-            for item in await generation.next(generation.service.keep_alive) or ():
-                chunks_of(shape, item)
-        if generation.is_abandoned:
+        builder.start()
+        while not generation.is_finished:
+            for update in await generation.next_updates(generation.service.keep_alive) or ():
+                builder.add(*update)
+        if generation.is_aborted:
             raise ClientDisconnected
-    note(request, generation)
-    return JSONResponse(shape.whole())
+    log_usage(request.scope, generation)
+    return JSONResponse(builder.response())
 
 
-def chunks_of(shape, item):
-    """A piece of news of a Generation -> chunks of the answer."""
-    kind, number, news = item
-    return shape.add(number, news) if kind == "choice" else shape.add_prompt(number, news)
-
-
-def note(request, generation):
-    """For the access line."""
+def log_usage(scope: Scope, generation: Generation) -> None:
+    """Add the token counts to the log line of the request."""
     usage = generation.usage()
     cached = usage["prompt_tokens_details"]["cached_tokens"]
-    request.scope["colibri.note"] = f"{usage['prompt_tokens']} ({cached} cached) + {usage['completion_tokens']} tokens"
+    scope[USAGE_NOTE] = f"{usage['prompt_tokens']} ({cached} cached) + {usage['completion_tokens']} tokens"
 
 
 class EventStream(Response):
-    """Chunks as server-sent events. A comment goes out when nothing else has for a while, so that nobody on the way
-    takes a long prefill for a dead connection."""
+    """Chunks as server-sent events. A comment goes out when nothing else has for a while, so that no proxy takes a
+    long prefill for a dead connection."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, request, shape, generation, with_usage):
-        self.request, self.shape, self.generation, self.with_usage = request, shape, generation, with_usage
-        self.status_code, self.background, self.body = 200, None, b""
+    def __init__(self, builder: ResponseBuilder, includes_usage: bool):
+        self.builder = builder
+        self.includes_usage = includes_usage
+        self.status_code = 200
+        self.background = None
+        self.body = b""
         self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.raw_headers[[name for name, _ in self.raw_headers].index(b"content-length")]
 
-    async def __call__(self, scope, receive, send):
-        async with DisconnectWatch(receive, self.generation):
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        generation = self.builder.generation
+        async with DisconnectWatch(receive, generation):
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             try:
-                await self.send_chunks(send, self.shape.begin())
-                while not self.generation.is_over:
-                    items = await self.generation.next(self.generation.service.keep_alive)
-                    if items is not None:
-                        await self.send_chunks(send, [c for item in items for c in chunks_of(self.shape, item)])
-                    elif not self.generation.is_over:
-                        what = "reading the prompt" if self.generation.is_started else "waiting in the queue"
-                        await self.send_bytes(send, f": {what}\n\n".encode())
-                if self.with_usage and not self.generation.is_abandoned:
-                    await self.send_bytes(send, event(self.shape.usage_chunk()))
+                await self.send_chunks(send, self.builder.start())
+                while not generation.is_finished:
+                    updates = await generation.next_updates(generation.service.keep_alive)
+                    if updates is not None:
+                        chunks = [chunk for update in updates for chunk in self.builder.add(*update)]
+                        await self.send_chunks(send, chunks)
+                    elif not generation.is_finished:
+                        comment = "reading the prompt" if generation.is_started else "waiting in the queue"
+                        await send_bytes(send, f": {comment}\n\n".encode())
+                if self.includes_usage and not generation.is_aborted:
+                    await send_bytes(send, to_event(self.builder.usage_chunk()))
             except ApiError as error:
-                await self.send_bytes(send, event(error.body))
-            note(self.request, self.generation)
-            await self.send_bytes(send, b"data: [DONE]\n\n", more_body=False)
+                await send_bytes(send, to_event(error.body))
+            log_usage(scope, generation)
+            await send_bytes(send, b"data: [DONE]\n\n", more_body=False)
 
-    async def send_chunks(self, send, chunks):
-        if self.with_usage:
+    async def send_chunks(self, send: Send, chunks: list[JsonObject]) -> None:
+        if self.includes_usage:
             chunks = [chunk | {"usage": None} for chunk in chunks]
         if chunks:
-            await self.send_bytes(send, b"".join(map(event, chunks)))
-
-    async def send_bytes(self, send, data, more_body=True):
-        await send({"type": "http.response.body", "body": data, "more_body": more_body})
+            await send_bytes(send, b"".join(map(to_event, chunks)))
 
 
-def event(value):
+async def send_bytes(send: Send, data: bytes, more_body: bool = True) -> None:
+    await send({"type": "http.response.body", "body": data, "more_body": more_body})
+
+
+def to_event(value: JsonObject) -> bytes:
     return f"data: {json.dumps(value, ensure_ascii=False, separators=(',', ':'))}\n\n".encode("utf-8", "replace")

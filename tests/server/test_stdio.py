@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from experts.cache import CacheCounters
 from generate.scheduler import Finished, NewToken, Prefilled, QueueFull, Scheduler, Started
 from server.stdio import frames as stdio_frames
-from server.stdio import pipe as stdio
-from server.stdio.pipe import hit_rate_since, run
+from server.stdio import pipe_server
+from server.stdio.pipe_server import hit_rate_since, run_pipe_server
 from settings import EMBEDDED_SNAPSHOT, Settings
 from snapshot.config import read_config
 from tests.conftest import ROOT, read_json
@@ -36,7 +36,7 @@ ERROR, END = b"\x01\x01ERROR\x01\x01 ", b"\x01\x01END\x01\x01\n"
 def one_tokenizer():
     """To read it again for each test takes longer than the test."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stdio, "TextTokenizer", lambda folder, config: TOKENIZER)
+        patch.setattr(pipe_server, "TextTokenizer", lambda folder, config: TOKENIZER)
         yield
 
 
@@ -83,14 +83,16 @@ def fake_loaded(**counters):
     return SimpleNamespace(folder=EMBEDDED_SNAPSHOT, config=CONFIG, model=SimpleNamespace(experts=experts))
 
 
+def serve(stdin, scheduler, stdout, loaded=None, **variables):
+    stdin = stdin if isinstance(stdin, io.BufferedReader) else io.BufferedReader(io.BytesIO(stdin))
+    options = Settings.read([], {name: str(value) for name, value in variables.items()})
+    assert run_pipe_server(loaded or fake_loaded(), scheduler, stdin, stdout, options) == 0
+
+
 def talk(said, scheduler, loaded=None, **variables):
     """Bytes that come in -> bytes that go out after READY and its STAT."""
     out = io.BytesIO()
-    environ = {"NGEN": "8", "SEED": "5", "TEMP": "0"} | {name: str(value) for name, value in variables.items()}
-    assert (
-        run(loaded or fake_loaded(), scheduler, io.BufferedReader(io.BytesIO(said)), out, Settings.read([], environ))
-        == 0
-    )
+    serve(said, scheduler, out, loaded, **{"NGEN": 8, "SEED": 5, "TEMP": 0} | variables)
     start = START.match(out.getvalue())
     assert start, out.getvalue()
     return out.getvalue()[start.end() :]
@@ -179,17 +181,17 @@ def test_slots_are_conversations_of_their_own():
 BROKEN = [
     (b"\x02PROMPT 3 8 0\nabc\n", "3 fields"),
     (b"\x02PROMPT 3 8 0 1 0 7\nabc\n", "6 fields"),
-    (b"\x02PROMPT 3 0 0 1\nabc\n", "max_tokens 0"),
-    (b"\x02PROMPT 3 1_0 0 1\nabc\n", "max_tokens 1_0"),
-    (b"\x02PROMPT 3 -1 0 1\nabc\n", "max_tokens -1"),
-    (b"\x02PROMPT 3 8 2.1 1\nabc\n", "temperature 2.1"),
-    (b"\x02PROMPT 3 8 nan 1\nabc\n", "temperature nan"),
-    (b"\x02PROMPT 3 8 hot 1\nabc\n", "temperature hot"),
-    (b"\x02PROMPT 3 8 0 0\nabc\n", "top_p 0"),
-    (b"\x02PROMPT 3 8 0 1 2\nabc\n", "slot 2: expected 0 to 1"),
-    (b"\x02PROMPT 3 8 0 1 x\nabc\n", "slot x"),
-    (b"\x02PROMPT 3 8 \x01\x01END\x01\x01 1\nabc\n", "temperature \\x01\\x01END"),
-    (b"\x02PROMPT 0 8 0 1\n\n", "empty payload"),
+    (b"\x02PROMPT 3 0 0 1\nabc\n", "max_tokens='0'"),
+    (b"\x02PROMPT 3 1_0 0 1\nabc\n", "max_tokens='1_0'"),
+    (b"\x02PROMPT 3 -1 0 1\nabc\n", "max_tokens='-1'"),
+    (b"\x02PROMPT 3 8 2.1 1\nabc\n", "temperature='2.1'"),
+    (b"\x02PROMPT 3 8 nan 1\nabc\n", "temperature='nan'"),
+    (b"\x02PROMPT 3 8 hot 1\nabc\n", "temperature='hot'"),
+    (b"\x02PROMPT 3 8 0 0\nabc\n", "top_p=0"),
+    (b"\x02PROMPT 3 8 0 1 2\nabc\n", "slot=2: expected 0 to 1"),
+    (b"\x02PROMPT 3 8 0 1 x\nabc\n", "slot='x'"),
+    (b"\x02PROMPT 3 8 \x01\x01END\x01\x01 1\nabc\n", "temperature='\\x01\\x01END"),
+    (b"\x02PROMPT 0 8 0 1\n\n", "payload is empty"),
     (b"\x02PROMPT 3 8 0 1\nab\xff\n", "not valid UTF-8 at byte 2"),
     (b"\x02PROMPT 3 8 0 1\nabc", "no line end after 3 bytes"),
     (b"\x02PROMPT 3 8 0 1\nabcde\nrun this\n", "no line end after 3 bytes"),
@@ -281,7 +283,7 @@ def test_a_character_is_never_cut():
     """The C engine wrote the bytes of each token as they are."""
     out, ids = Pieces(), TOKENIZER.encode("a😀é")
     assert len(ids) > 4
-    run(fake_loaded(), FakeScheduler(ids), io.BufferedReader(io.BytesIO(frame("x", 50))), out, Settings.read([], {}))
+    serve(frame("x", 50), FakeScheduler(ids), out)
     assert "".join(piece.decode() for piece in out.pieces).count("😀") == 1
 
 
@@ -391,7 +393,7 @@ def test_the_oldest_turns_are_forgotten_and_that_is_said(capfd):
     out = replies(talk(b"one two three\n" * 9, scheduler))
     assert all(text == b"yes\n" for text, _, _ in out)
     assert all(len(request.prompt_ids) + request.max_tokens - 1 <= 40 for request in scheduler.requests)
-    assert "[stdio] CTX=40 is full: turns forgotten, the oldest first: " in capfd.readouterr().err
+    assert "[stdio] CTX=40 is full: the oldest turns are forgotten (" in capfd.readouterr().err
 
 
 def test_what_does_not_fit_is_refused_with_its_numbers():
@@ -447,7 +449,7 @@ def test_when_nobody_reads_any_more_the_answer_is_cancelled(ending):
 
         closer.start()
         with pytest.raises(BrokenPipeError):
-            run(fake_loaded(), scheduler, Stdin(io.BytesIO(frame("x"))), stdout, Settings.read([], {}))
+            serve(Stdin(io.BytesIO(frame("x"))), scheduler, stdout)
         closer.join()
         assert [job.cancelled.is_set() for job in scheduler.jobs] == [True]
         os.dup2(os.open(os.devnull, os.O_WRONLY), stdout.fileno())  # what is still buffered has nowhere to go
@@ -463,7 +465,7 @@ def test_ctrl_c_cancels_the_answer():
             return super().write(data)
 
     with pytest.raises(KeyboardInterrupt):
-        run(fake_loaded(), scheduler, io.BufferedReader(io.BytesIO(frame("x"))), Stdout(), Settings.read([], {}))
+        serve(frame("x"), scheduler, Stdout())
     assert scheduler.jobs[0].cancelled.is_set()
 
 
@@ -563,7 +565,7 @@ def test_a_program_drives_the_pipe(process, run_colibri):
     p.stdin.write(frame("x", slot=2) + "Wer bist du, Mädchen?\n".encode())
     p.stdin.close()
     refused, answered = replies(p.stdout.read())
-    assert "slot 2: expected 0 to 1" in refused[1] and answered[0].decode() and answered[1] is None
+    assert "slot=2: expected 0 to 1" in refused[1] and answered[0].decode() and answered[1] is None
     assert p.wait(30) == 0 and b"Traceback" not in p.stderr.read()
 
 

@@ -1,4 +1,4 @@
-"""The text of an answer, cut into pieces at any place: stop strings, thoughts, tool calls of both forms."""
+"""Streaming parsers, with the text split anywhere: stop strings, reasoning content, tool calls, harmony."""
 
 import json
 
@@ -26,36 +26,37 @@ GLM = (
 HERMES = '<tool_call>\n{"name": "weather", "arguments": {"city": "Tromsø \\"n\\" }", "days": 3}}\n</tool_call>'
 
 
-def read(pieces, is_cut=False, make=ReplyParser, **options):
-    """-> {"reasoning", "content", "calls": [[name, arguments], ...]} of a text in pieces."""
-    reader, got = make(**options), {"reasoning": "", "content": "", "calls": []}
-    for kind, text in [p for piece in pieces for p in reader.push(piece)] + reader.finish(is_cut):
+def parse(increments, is_truncated=False, parser_class=ReplyParser, **options):
+    """Return {"reasoning", "content", "calls": [[name, arguments], ...]} of a text in increments."""
+    parser, parsed = parser_class(**options), {"reasoning": "", "content": "", "calls": []}
+    segments = [segment for increment in increments for segment in parser.parse(increment)]
+    for kind, text in segments + parser.flush(is_truncated):
         if kind == "call":
-            got["calls"].append([text, ""])
+            parsed["calls"].append([text, ""])
         elif kind == "arguments":
-            got["calls"][-1][1] += text
+            parsed["calls"][-1][1] += text
         else:
-            got[kind] += text
-    return got
+            parsed[kind] += text
+    return parsed
 
 
-def cuts(text):
-    """The text whole, by characters, and cut in two everywhere."""
+def splits(text):
+    """Return the text whole, by characters, and split in two everywhere."""
     return [[text], list(text), *([text[:at], text[at:]] for at in range(1, len(text)))]
 
 
-def read_alike(text, **options):
-    """The same for every way to cut it -> what was read."""
-    found = [read(pieces, **options) for pieces in cuts(text)]
-    assert all(other == found[0] for other in found)
-    return found[0]
+def parse_every_split(text, **options):
+    """Return what is parsed, after a check that it is the same for every split."""
+    parsed = [parse(increments, **options) for increments in splits(text)]
+    assert all(other == parsed[0] for other in parsed)
+    return parsed[0]
 
 
 # --- stop strings -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("pieces", "text", "stops"),
+    ("increments", "text", "is_stopped"),
     [
         (["say E", "ND more"], "say ", True),
         (["EN", "x"], "ENx", False),
@@ -64,116 +65,116 @@ def read_alike(text, **options):
         (["nothing", " E"], "nothing E", False),
     ],
 )
-def test_a_stop_string_may_span_tokens(pieces, text, stops):
-    """Field case: tokens E and ND were given out before END was seen, and the text ran on."""
+def test_a_stop_string_may_span_tokens(increments, text, is_stopped):
+    """Field case: tokens E and ND were sent before END was complete, and generation went on."""
     stop, out, found = StopStrings(["END"]), "", False
-    for piece in pieces:
+    for increment in increments:
         if not found:
-            new, found = stop.push(piece)
+            new, found = stop.add_text(increment)
             out += new
-    assert (out + ("" if found else stop.finish()), found) == (text, stops)
+    assert (out + ("" if found else stop.flush()), found) == (text, is_stopped)
 
 
 @given(st.text("abx", max_size=12), st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3))
 def test_stop_strings_by_characters_equal_the_whole_text(text, stops):
     stop, out, found = StopStrings(stops), "", False
     for c in text:
-        new, found = stop.push(c)
+        new, found = stop.add_text(c)
         out += new
         if found:
             break
     ends = [text.find(s) + len(s) for s in stops if s in text]
     if not ends:
-        assert not found and out + stop.finish() == text
-    else:  # what is complete first ends the text
+        assert not found and out + stop.flush() == text
+    else:  # the first complete stop string ends the text
         end = min(ends)
         assert found and out == text[: min(text[:end].find(s) for s in stops if s in text[:end])]
 
 
-# --- thoughts ---------------------------------------------------------------------------------------------------------
+# --- reasoning content ------------------------------------------------------------------------------------------------
 
 
-def test_thoughts_and_content_come_apart():
-    assert read(["abc</thi", "nk>def"], thinking="open") == {"reasoning": "abc", "content": "def", "calls": []}
-    got = read_alike("\nabc < 1 </ b\n</think>\n\ndef <b>", thinking="open")
-    assert (got["reasoning"], got["content"]) == ("abc < 1 </ b", "def <b>")
+def test_reasoning_and_content_are_separated():
+    assert parse(["abc</thi", "nk>def"], reasoning="open") == {"reasoning": "abc", "content": "def", "calls": []}
+    parsed = parse_every_split("\nabc < 1 </ b\n</think>\n\ndef <b>", reasoning="open")
+    assert (parsed["reasoning"], parsed["content"]) == ("abc < 1 </ b", "def <b>")
 
 
-def test_thoughts_that_never_end_are_all_there_is():
-    got = read_alike("abc </thin", thinking="open")
-    assert (got["reasoning"], got["content"]) == ("abc </thin", "")
+def test_reasoning_without_an_end_leaves_no_content():
+    parsed = parse_every_split("abc </thin", reasoning="open")
+    assert (parsed["reasoning"], parsed["content"]) == ("abc </thin", "")
 
 
-def test_thoughts_that_the_model_opens_itself():
-    got = read_alike("<think>hm</think>yes", thinking="maybe")
-    assert (got["reasoning"], got["content"]) == ("hm", "yes")
-    got = read_alike("<thin air", thinking="maybe")
-    assert (got["reasoning"], got["content"]) == ("", "<thin air")
+def test_reasoning_that_the_model_opens_itself():
+    parsed = parse_every_split("<think>hm</think>yes", reasoning="maybe")
+    assert (parsed["reasoning"], parsed["content"]) == ("hm", "yes")
+    parsed = parse_every_split("<thin air", reasoning="maybe")
+    assert (parsed["reasoning"], parsed["content"]) == ("", "<thin air")
 
 
-def test_without_thoughts_and_tools_every_sign_is_text():
+def test_without_reasoning_and_tools_everything_is_content():
     text = " <think>a</think> < <tool_call>weather</tool_call>\n"
-    assert read_alike(text) == {"reasoning": "", "content": text, "calls": []}
+    assert parse_every_split(text) == {"reasoning": "", "content": text, "calls": []}
 
 
 # --- tool calls -------------------------------------------------------------------------------------------------------
 
 
-def test_a_call_in_the_form_of_glm():
-    got = read_alike(f"Let me see.\n{GLM}\n", tools=TOOLS)
-    [[name, arguments]] = got["calls"]
-    assert (got["content"], name) == ("Let me see.", "weather")
+def test_a_tool_call_in_the_format_of_glm():
+    parsed = parse_every_split(f"Let me see.\n{GLM}\n", tools=TOOLS)
+    [[name, arguments]] = parsed["calls"]
+    assert (parsed["content"], name) == ("Let me see.", "weather")
     assert json.loads(arguments) == {"city": 'Tromsø "n" <b>', "days": 3}
 
 
-def test_a_call_in_the_form_of_hermes():
-    got = read_alike(f"Let me see. {HERMES}", tools=TOOLS)
-    [[name, arguments]] = got["calls"]
-    assert (got["content"], name) == ("Let me see.", "weather")
+def test_a_tool_call_in_the_format_of_hermes():
+    parsed = parse_every_split(f"Let me see. {HERMES}", tools=TOOLS)
+    [[name, arguments]] = parsed["calls"]
+    assert (parsed["content"], name) == ("Let me see.", "weather")
     assert json.loads(arguments) == {"city": 'Tromsø "n" }', "days": 3}
 
 
-def test_several_calls_after_thoughts():
-    got = read_alike(f"hm</think>{HERMES}\n{GLM}<tool_call>now</tool_call>", thinking="open", tools=TOOLS)
-    assert got["reasoning"] == "hm" and got["content"] == ""
-    assert [name for name, _ in got["calls"]] == ["weather", "weather", "now"]
-    assert [set(json.loads(arguments)) for _, arguments in got["calls"]] == [{"city", "days"}] * 2 + [set()]
+def test_several_tool_calls_after_reasoning():
+    parsed = parse_every_split(f"hm</think>{HERMES}\n{GLM}<tool_call>now</tool_call>", reasoning="open", tools=TOOLS)
+    assert parsed["reasoning"] == "hm" and parsed["content"] == ""
+    assert [name for name, _ in parsed["calls"]] == ["weather", "weather", "now"]
+    assert [set(json.loads(arguments)) for _, arguments in parsed["calls"]] == [{"city", "days"}] * 2 + [set()]
 
 
-def test_the_first_call_alone():
-    reader = ReplyParser(tools=TOOLS, one_call=True)
-    reader.push(GLM + HERMES)
-    assert reader.is_over and reader.num_calls == 1
+def test_one_call_ends_the_answer():
+    parser = ReplyParser(tools=TOOLS, one_call=True)
+    parser.parse(GLM + HERMES)
+    assert parser.is_finished and parser.num_calls == 1
 
 
-def test_arguments_are_streamed_while_they_come():
-    """A long text must not wait for its end: a client sees it grow."""
+def test_arguments_are_streamed():
+    """A long string must not wait for its end."""
     for text in (GLM, HERMES):
-        reader, seen = ReplyParser(tools=TOOLS), []
+        parser, seen = ReplyParser(tools=TOOLS), []
         for c in text[: text.index("ø") + 1]:
-            seen += reader.push(c)
+            seen += parser.parse(c)
         assert "".join(text for kind, text in seen if kind == "arguments").endswith("Tromsø")
 
 
 @pytest.mark.parametrize(
-    ("value", "key", "read_as"),
+    ("value", "key", "expected"),
     [("3", "days", 3), ("3", "city", "3"), ('{"a": [1]}', "exact", {"a": [1]}), ("so so", "days", "so so")],
 )
-def test_the_schema_gives_the_types(value, key, read_as):
+def test_the_schema_gives_the_types_of_arguments(value, key, expected):
     text = f"<tool_call>weather<arg_key>{key}</arg_key><arg_value>{value}</arg_value></tool_call>"
-    assert json.loads(read_alike(text, tools=TOOLS)["calls"][0][1]) == {key: read_as}
+    assert json.loads(parse_every_split(text, tools=TOOLS)["calls"][0][1]) == {key: expected}
 
 
-def test_a_call_whose_end_is_missing_is_recovered():
+def test_a_tool_call_without_its_end_is_recovered():
     """Field case: a complete argument, and no closing tag."""
     for text in (GLM.removesuffix("</tool_call>"), HERMES.removesuffix("\n</tool_call>"), HERMES[:-14]):
-        [[name, arguments]] = read_alike(text, tools=TOOLS)["calls"]
+        [[name, arguments]] = parse_every_split(text, tools=TOOLS)["calls"]
         assert name == "weather" and json.loads(arguments)["days"] == 3, text
 
 
-def test_a_call_in_another_order():
+def test_a_tool_call_with_its_fields_in_another_order():
     text = '<tool_call>{"arguments": "{\\"days\\": 2}", "name": "weather"}</tool_call>'
-    assert read_alike(text, tools=TOOLS)["calls"] == [["weather", '{"days": 2}']]
+    assert parse_every_split(text, tools=TOOLS)["calls"] == [["weather", '{"days": 2}']]
 
 
 @pytest.mark.parametrize(
@@ -189,26 +190,30 @@ def test_a_call_in_another_order():
         '<tool_call>{"name": "weather", "argu',
     ],
 )
-def test_prose_about_calls_is_no_call(text):
-    got = read_alike(text, tools=TOOLS)
-    assert got["calls"] == [] and got["content"] == text
+def test_text_about_tool_calls_is_content(text):
+    parsed = parse_every_split(text, tools=TOOLS)
+    assert parsed["calls"] == [] and parsed["content"] == text
 
 
-def test_a_call_that_was_begun_for_the_model():
-    begun = "<tool_call>weather<arg_key>"
-    got = read(["city</arg_key><arg_value>x</arg_value></tool_call>"], tools=TOOLS, one_call=True, begun=begun)
-    assert got["calls"] == [["weather", '{"city": "x"}']]
-    got = read(["nonsense"], tools=TOOLS, one_call=True, begun='<tool_call>\n{"name": "weather", "arguments": {')
-    assert got["calls"] == [["weather", "{nonsense"]]
+def test_a_tool_call_that_the_prompt_begins():
+    prefix = "<tool_call>weather<arg_key>"
+    parsed = parse(
+        ["city</arg_key><arg_value>x</arg_value></tool_call>"], tools=TOOLS, one_call=True, answer_prefix=prefix
+    )
+    assert parsed["calls"] == [["weather", '{"city": "x"}']]
+    parsed = parse(
+        ["nonsense"], tools=TOOLS, one_call=True, answer_prefix='<tool_call>\n{"name": "weather", "arguments": {'
+    )
+    assert parsed["calls"] == [["weather", "{nonsense"]]
 
 
-def test_a_text_that_was_cut_off_stays_open():
+def test_a_truncated_tool_call_stays_open():
     text = "<tool_call>weather<arg_key>city</arg_key><arg_value>Trom"
-    assert read([text], is_cut=True, tools=TOOLS)["calls"] == [["weather", '{"city": "Trom']]
-    assert read([text], tools=TOOLS)["calls"] == [["weather", '{"city": "Trom"}']]
+    assert parse([text], is_truncated=True, tools=TOOLS)["calls"] == [["weather", '{"city": "Trom']]
+    assert parse([text], tools=TOOLS)["calls"] == [["weather", '{"city": "Trom"}']]
 
 
-# --- gpt-oss ----------------------------------------------------------------------------------------------------------
+# --- harmony ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -238,13 +243,15 @@ def test_a_text_that_was_cut_off_stays_open():
         ("<|channel|>analysis<|mess", "", "", []),
     ],
 )
-def test_messages_of_gpt_oss(text, reasoning, content, calls):
+def test_harmony_messages(text, reasoning, content, calls):
     expected = {"reasoning": reasoning, "content": content, "calls": calls}
-    assert read_alike(text, make=HarmonyParser, tools=TOOLS) == expected
+    assert parse_every_split(text, parser_class=HarmonyParser, tools=TOOLS) == expected
 
 
-def test_a_call_of_gpt_oss_that_was_begun_for_the_model():
-    begun = " to=functions.weather<|channel|>commentary json<|message|>"
-    reader = HarmonyParser(tools=TOOLS, one_call=True, begun=begun)
-    pieces = reader.push('{"days": 1}<|call|> more')
-    assert pieces == [("call", "weather"), ("arguments", '{"days": 1}')] and reader.is_over and reader.num_calls == 1
+def test_a_harmony_call_that_the_prompt_begins():
+    prefix = " to=functions.weather<|channel|>commentary json<|message|>"
+    parser = HarmonyParser(tools=TOOLS, one_call=True, answer_prefix=prefix)
+    segments = parser.parse('{"days": 1}<|call|> more')
+    assert (
+        segments == [("call", "weather"), ("arguments", '{"days": 1}')] and parser.is_finished and parser.num_calls == 1
+    )

@@ -24,7 +24,7 @@ TOKENIZER = TextTokenizer(EMBEDDED_SNAPSHOT, CONFIG)
 
 def stream_of(ids):
     stream = Detokenizer(TOKENIZER)
-    return [stream.push(i) for i in ids], stream.finish()
+    return [stream.add_token(i) for i in ids], stream.flush()
 
 
 @pytest.mark.parametrize("token", SPECIAL)
@@ -55,8 +55,8 @@ def test_two_streams_do_not_mix_their_bytes():
     for i in range(max(len(first), len(second))):
         for which, ids in enumerate((first, second)):
             if i < len(ids):
-                out[which] += streams[which].push(ids[i])
-    assert [text + stream.finish() for text, stream in zip(out, streams, strict=True)] == ["a😀b", "c🐦d"]
+                out[which] += streams[which].add_token(ids[i])
+    assert [text + stream.flush() for text, stream in zip(out, streams, strict=True)] == ["a😀b", "c🐦d"]
 
 
 def test_a_character_that_never_ends_becomes_one_replacement():

@@ -7,7 +7,7 @@ import pytest
 
 from errors import Refused
 from modes.serve import KV_SHARE, open_server
-from server.transport.listen import open_socket
+from server.transport.http_server import open_socket
 from settings import EMBEDDED_SNAPSHOT, Settings
 from snapshot.config import read_config
 from tests.support.server_process import CHAT, LEGACY, QUICK, ServerProcess, complete

@@ -13,14 +13,13 @@ from types import SimpleNamespace
 
 import pytest
 
-import server.transport.listen
+import server.transport.http_server
 from experts.cache import CacheCounters
 from generate.request import Job, NewToken, Prefilled, QueueFull, Started
 from server.app import make_app
-from server.metrics import Metrics
-from server.service import Service
-from server.transport.access import AccessControl
-from server.transport.listen import HttpServer, open_socket
+from server.http_service import HttpService
+from server.transport.access_control import AccessControl
+from server.transport.http_server import HttpServer, open_socket
 from settings import EMBEDDED_SNAPSHOT, Settings
 from snapshot.config import read_config
 from tests.support.server_process import CHAT, LEGACY, Requests, wait_for
@@ -98,9 +97,8 @@ class Scripted(Requests):
         settings = Settings.read([], {"SERVE": "1", "TEMP": "0"})
         experts = SimpleNamespace(counters=CacheCounters(), queue=SimpleNamespace(num_over=0, seconds_over=0.0))
         loaded = SimpleNamespace(config=CONFIG, folder=EMBEDDED_SNAPSHOT, model=SimpleNamespace(experts=experts))
-        self.scheduler, self.lines, metrics = FakeScheduler(), [], Metrics(loaded.model)
-        metrics.scheduler = self.scheduler
-        self.service = Service(settings, loaded, self.scheduler, TOKENIZER, metrics, self.lines.append)
+        self.scheduler, self.lines = FakeScheduler(), []
+        self.service = HttpService(settings, loaded, self.scheduler, TOKENIZER, self.lines.append)
         self.service.keep_alive = 0.05
         self.sock, self.url = open_socket("127.0.0.1", 0, has_key=False)
         self.port = int(self.url.rpartition(":")[2])
@@ -333,13 +331,13 @@ def test_prompts_that_find_the_queue_full_are_tried_again(scripted):
 @contextmanager
 def patience(monkeypatch, **seconds):
     for name, value in seconds.items():
-        monkeypatch.setattr(server.transport.listen, name, value)
+        monkeypatch.setattr(server.transport.http_server, name, value)
     yield
 
 
 def test_a_request_that_is_never_sent_ends_its_connection(scripted, monkeypatch):
     """Also one whose bytes come one by one; a connection that is used is left alone."""
-    with patience(monkeypatch, HEAD_SECONDS=0.3), scripted.connect() as silent, scripted.connect() as slow:
+    with patience(monkeypatch, HEADER_SECONDS=0.3), scripted.connect() as silent, scripted.connect() as slow:
         started = time.monotonic()
         try:
             while time.monotonic() - started < 5:
@@ -366,7 +364,7 @@ def test_a_client_that_never_reads_is_dropped(scripted, monkeypatch):
             time.sleep(0)
 
     scripted.scheduler.script = [flood, "stop"]
-    with patience(monkeypatch, STUCK_SECONDS=0.3):
+    with patience(monkeypatch, UNREAD_SECONDS=0.3):
         connection = socket.socket()
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.connect(("127.0.0.1", scripted.port))

@@ -1,0 +1,175 @@
+"""A request to /v1/chat/completions: the prompt that the chat template makes of it, and how to parse the answer."""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from errors import Refused
+from server.http_service import HttpService
+from server.openai.api_error import ApiError, JsonObject
+from server.openai.chat_messages import read_messages, read_tool_choice, read_tools
+from server.openai.request_fields import RequestFields, check_texts
+from server.openai.sampling_params import (
+    MAX_TOKENS,
+    MAX_TOP_LOGPROBS,
+    WITHOUT_EFFECT,
+    SamplingParams,
+    read_sampling_params,
+)
+from text.chat_template import ChatTemplate
+from text.harmony import CHANNEL, MESSAGE, HarmonyParser
+from text.reply import THINK, THINK_END, ReplyParser
+from text.tool_calls import CALL_END, CALL_START, KEY, ToolSchemas
+
+REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
+RESERVED_VARIABLES = ("add_generation_prompt", "documents", "messages", "tools")
+
+
+@dataclass(frozen=True)
+class RenderedChat:
+    """The conversation, rendered up to the assistant's turn."""
+
+    ids: list[int]
+    reasoning: str  # as of ReplyParser, or harmony
+    tools: ToolSchemas | None
+    is_one_call: bool
+    answer_prefix: str  # the start of the answer, where the prompt holds it: of a tool call that is required
+
+
+@dataclass(frozen=True)
+class ChatRequest:
+    chat: RenderedChat
+    params: SamplingParams
+    with_logprobs: bool
+    one_call: bool
+
+    def make_parser(self) -> ReplyParser | HarmonyParser:
+        chat = self.chat
+        if chat.reasoning == "harmony":
+            return HarmonyParser(chat.tools, self.one_call, chat.answer_prefix)
+        return ReplyParser(chat.reasoning, chat.tools, self.one_call, chat.answer_prefix)
+
+
+def read_chat_request(fields: RequestFields, service: HttpService) -> ChatRequest:
+    with_logprobs = fields.flag("logprobs", False)
+    top_logprobs = fields.whole("top_logprobs", None, 0, MAX_TOP_LOGPROBS)
+    if top_logprobs is not None and not with_logprobs:
+        fields.refuse_value("top_logprobs", "needs logprobs to be true")
+    limits = [fields.whole(name, None, 1, MAX_TOKENS) for name in ("max_completion_tokens", "max_tokens")]
+    max_tokens = min((limit for limit in (*limits, service.max_tokens) if limit is not None), default=None)
+    params = read_sampling_params(fields, service, max_tokens, (top_logprobs or 0) if with_logprobs else None)
+    fields.require_neutral("service_tier", "auto", "default")
+    fields.require_neutral("store", False)
+    fields.require_neutral("modalities", ["text"])
+    fields.require_neutral("response_format", {"type": "text"})
+    fields.require_neutral("verbosity", "medium")
+    is_parallel = fields.flag("parallel_tool_calls", True)
+    chat = render_chat(fields, service)
+    fields.refuse_unread(WITHOUT_EFFECT)
+    return ChatRequest(chat, params, with_logprobs, not is_parallel or chat.is_one_call)
+
+
+def render_chat(fields: RequestFields, service: HttpService) -> RenderedChat:
+    """Read the messages, the tools and the variables of the chat template, and render them."""
+    try:
+        template = service.tokenizer.template
+    except Refused as error:
+        raise ApiError(400, without_folder(error, service), code="no_chat_template") from None
+    messages = read_messages(fields, template)
+    tools, schemas = read_tools(fields)
+    tool_choice = read_tool_choice(fields, schemas)
+    variables = read_template_variables(fields, service, template)
+    tool_format = find_tool_format(template)
+    if tool_choice == "none" or not schemas:
+        tools, schemas = [], {}
+    elif tool_format is None:
+        fields.refuse_value(
+            "tools", "the chat template of this model has no tool calls in the format of GLM, Hermes or gpt-oss"
+        )
+    answer_prefix = ""
+    if tool_choice not in ("none", "auto"):
+        assert tool_format
+        answer_prefix = call_prefix(tool_format, tool_choice, schemas)
+        variables["enable_thinking"] = False  # the answer begins with the call
+    try:
+        text, ids = encode_chat(service, messages, {"tools": tools or None} | variables, answer_prefix)
+    except Refused as error:
+        fields.refuse_value("messages", without_folder(error, service))
+    if not ids:
+        fields.refuse_value("messages", "the chat template makes no token of them")
+    service.check_length(ids)
+    reasoning = find_reasoning(text, template, answer_prefix)
+    return RenderedChat(
+        ids, reasoning, ToolSchemas(schemas) if schemas else None, isinstance(tool_choice, list), answer_prefix
+    )
+
+
+def read_template_variables(fields: RequestFields, service: HttpService, template: ChatTemplate) -> JsonObject:
+    """Return the variables of the chat template other than messages and tools."""
+    variables: JsonObject = {"enable_thinking": service.think}
+    effort = fields.one_of("reasoning_effort", REASONING_EFFORTS, None)
+    if effort is not None:
+        if not {"enable_thinking", "reasoning_effort"} & template.variables:
+            fields.refuse_value("reasoning_effort", "the model's chat template does not support it")
+        variables |= {"enable_thinking": effort != "none", "reasoning_effort": effort}
+    enabled = fields.flag("enable_thinking", None)
+    if enabled is not None:
+        variables["enable_thinking"] = enabled
+    more: Any = fields.values.pop("chat_template_kwargs", {})
+    check_texts(more, "chat_template_kwargs")
+    if not isinstance(more, dict) or not more.keys().isdisjoint(RESERVED_VARIABLES):
+        fields.refuse_value("chat_template_kwargs", f"expected an object without {', '.join(RESERVED_VARIABLES)}")
+    return variables | more
+
+
+def find_tool_format(template: ChatTemplate) -> str | None:
+    """Return the format in which the template's model calls tools: glm, hermes, harmony or None."""
+    if "tools" not in template.variables:
+        return None
+    if CHANNEL in template.source:
+        return "harmony"
+    if CALL_START not in template.source:
+        return None
+    return "glm" if KEY in template.source else "hermes"
+
+
+def call_prefix(tool_format: str, tool_choice: str | list[str], schemas: dict[str, JsonObject]) -> str:
+    """Return the start of a tool call: of the one tool in the list, or of one that the model chooses (required)."""
+    name = tool_choice[0] if isinstance(tool_choice, list) else None
+    if tool_format == "harmony":
+        return f" to=functions.{name}{CHANNEL}commentary json{MESSAGE}" if name else " to=functions."
+    if tool_format == "glm":
+        if not name:
+            return CALL_START
+        return CALL_START + name + (KEY if schemas[name].get("properties") else CALL_END)
+    name_json = f'{json.dumps(name, ensure_ascii=False)}, "arguments": {{' if name else '"'
+    return f'{CALL_START}\n{{"name": {name_json}'
+
+
+def encode_chat(
+    service: HttpService, messages: list[JsonObject], variables: JsonObject, answer_prefix: str
+) -> tuple[str, list[int]]:
+    """Return (the text up to the assistant's turn, its ids with those of the answer prefix)."""
+    text, ids = service.tokenizer.encode_chat(messages, **variables)
+    if answer_prefix:
+        ending = THINK_END + answer_prefix if text.rstrip().endswith(THINK) else answer_prefix
+        _, ids = service.tokenizer.encode_chat(messages, ending=ending, **variables)
+    return text, service.prefix.prepend(ids)
+
+
+def find_reasoning(text: str, template: ChatTemplate, answer_prefix: str) -> str:
+    """Return whether the answer begins with reasoning, by the end of the prompt: an argument of ReplyParser, or
+    harmony."""
+    if CHANNEL in template.source:
+        return "harmony"
+    end = text.rstrip()
+    if answer_prefix:
+        return "off"
+    if end.endswith(THINK):
+        return "open"
+    return "maybe" if THINK_END in template.source and not end.endswith(THINK_END) else "off"
+
+
+def without_folder(error: Refused, service: HttpService) -> str:
+    """Return the message without the folder of the snapshot, which is not for the client."""
+    return str(error).removeprefix(f"{service.folder}: ")

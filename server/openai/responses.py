@@ -1,0 +1,178 @@
+"""Response builders: the choices of a generation as JSON of the OpenAI API, whole or chunk by chunk."""
+
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from generate.request import Prefilled
+from server.generation import Generation
+from server.http_service import HttpService
+from server.openai.api_error import JsonObject
+from server.openai.choice_stream import ChoiceDelta
+from server.openai.completion_request import CompletionPrompt
+from server.openai.logprobs import LogprobFormatter, TokenLogprob
+
+
+class ResponseBuilder:
+    """start() -> the first chunks; add(number, update) -> chunks; response() -> all of them as one object."""
+
+    kind = chunk_kind = id_prefix = ""
+
+    def __init__(self, service: HttpService, with_logprobs: bool, generation: Generation):
+        self.model_id = service.model_id
+        self.with_logprobs = with_logprobs
+        self.formatter = LogprobFormatter(service.tokenizer)
+        self.generation = generation
+        self.id = f"{self.id_prefix}-{secrets.token_hex(12)}"
+        self.created = int(time.time())
+        self.logprobs: list[list[TokenLogprob]] = [[] for _ in generation.choices]
+
+    def start(self) -> list[JsonObject]:
+        return []
+
+    def add(self, number: int, update: ChoiceDelta | Prefilled) -> list[JsonObject]:
+        """Add an update of choice `number`, or of prompt `number` when it is prefilled."""
+        raise NotImplementedError
+
+    def choice(self, number: int) -> JsonObject:
+        raise NotImplementedError
+
+    def header(self, kind: str) -> JsonObject:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model_id}
+
+    def chunk(self, choice: JsonObject) -> JsonObject:
+        return self.header(self.chunk_kind) | {"choices": [choice]}
+
+    def usage_chunk(self) -> JsonObject:
+        return self.header(self.chunk_kind) | {"choices": [], "usage": self.generation.usage()}
+
+    def response(self) -> JsonObject:
+        choices = [self.choice(number) for number in range(len(self.generation.choices))]
+        return self.header(self.kind) | {"choices": choices, "usage": self.generation.usage()}
+
+
+class ChatResponseBuilder(ResponseBuilder):
+    kind, chunk_kind, id_prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+
+    def start(self) -> list[JsonObject]:
+        numbers = range(len(self.generation.choices))
+        self.texts = [{"reasoning": "", "content": ""} for _ in numbers]
+        self.calls: list[list[JsonObject]] = [[] for _ in numbers]
+        return [self.chunk(self.chunk_choice(number, {"role": "assistant", "content": ""})) for number in numbers]
+
+    def chunk_choice(self, number: int, delta: JsonObject, logprobs: Sequence[TokenLogprob] = ()) -> JsonObject:
+        entries = {"content": [self.formatter.chat_entry(entry) for entry in logprobs]} if logprobs else None
+        return {"index": number, "delta": delta, "logprobs": entries, "finish_reason": None}
+
+    def add(self, number: int, update: ChoiceDelta | Prefilled) -> list[JsonObject]:
+        if isinstance(update, Prefilled):
+            return []
+        self.logprobs[number] += update.logprobs
+        deltas = [self.add_segment(number, kind, text) for kind, text in update.segments]
+        if not deltas and (update.logprobs or update.finish_reason):
+            deltas = [{}]
+        choices = [self.chunk_choice(number, delta) for delta in deltas]
+        if update.logprobs and self.with_logprobs:
+            choices[0] = self.chunk_choice(number, deltas[0], update.logprobs)
+        if update.finish_reason:
+            if deltas[-1]:
+                choices.append(self.chunk_choice(number, {}))
+            choices[-1]["finish_reason"] = update.finish_reason
+        return [self.chunk(choice) for choice in choices]
+
+    def add_segment(self, number: int, kind: str, text: str) -> JsonObject:
+        """Return the delta of a segment."""
+        calls = self.calls[number]
+        if kind == "call":
+            call = {"id": f"call_{secrets.token_hex(12)}", "type": "function"}
+            calls.append(call | {"function": {"name": text, "arguments": ""}})
+            return {"tool_calls": [{"index": len(calls) - 1} | call | {"function": {"name": text, "arguments": ""}}]}
+        if kind == "arguments":
+            calls[-1]["function"]["arguments"] += text
+            return {"tool_calls": [{"index": len(calls) - 1, "function": {"arguments": text}}]}
+        self.texts[number][kind] += text
+        return {"reasoning_content" if kind == "reasoning" else "content": text}
+
+    def choice(self, number: int) -> JsonObject:
+        texts = self.texts[number]
+        calls = self.calls[number]
+        content = texts["content"] or (None if calls else "")
+        message: JsonObject = {"role": "assistant", "content": content, "refusal": None}
+        if texts["reasoning"]:
+            message["reasoning_content"] = texts["reasoning"]
+        if calls:
+            message["tool_calls"] = calls
+        entries = [self.formatter.chat_entry(entry) for entry in self.logprobs[number]]
+        return {
+            "index": number,
+            "message": message,
+            "logprobs": {"content": entries, "refusal": None} if self.with_logprobs else None,
+            "finish_reason": self.generation.choices[number].finish_reason,
+        }
+
+
+class CompletionResponseBuilder(ResponseBuilder):
+    """echoed: the prompts, where they are echoed in front of their answers."""
+
+    kind = chunk_kind = "text_completion"
+    id_prefix = "cmpl"
+
+    def __init__(
+        self, service: HttpService, with_logprobs: bool, generation: Generation, echoed: list[CompletionPrompt] | None
+    ):
+        super().__init__(service, with_logprobs, generation)
+        self.echoed = echoed
+        self.n = generation.params.n
+        self.texts = [""] * len(generation.choices)
+
+    def start(self) -> list[JsonObject]:
+        if not self.echoed or self.with_logprobs:
+            return []  # a prompt with log-probabilities is echoed when it is prefilled
+        return [chunk for prompt in range(len(self.echoed)) for chunk in self.add_prompt(prompt, None)]
+
+    def add(self, number: int, update: ChoiceDelta | Prefilled) -> list[JsonObject]:
+        if isinstance(update, Prefilled):
+            return self.add_prompt(number, update.prompt_logprobs)
+        text = "".join(text for _, text in update.segments)
+        shift = len(self.echoed[number // self.n].text) if self.echoed else 0
+        logprobs = [replace(entry, text_offset=entry.text_offset + shift) for entry in update.logprobs]
+        return [self.add_text(number, text, logprobs, update.finish_reason)]
+
+    def add_prompt(self, prompt: int, prompt_logprobs: list[Any] | None) -> list[JsonObject]:
+        """Echo a prompt in each of its choices."""
+        assert self.echoed
+        echoed = self.echoed[prompt]
+        logprobs = self.echoed_logprobs(echoed, prompt_logprobs) if prompt_logprobs else []
+        numbers = range(prompt * self.n, (prompt + 1) * self.n)
+        return [self.add_text(number, echoed.text, logprobs) for number in numbers]
+
+    def echoed_logprobs(self, echoed: CompletionPrompt, prompt_logprobs: list[Any]) -> list[TokenLogprob]:
+        """The family's prefix has entries at offset 0, and no place in the text."""
+        offsets = self.formatter.text_offsets([token for token, _, _ in prompt_logprobs])
+        hidden = offsets[echoed.num_prefix] if echoed.num_prefix < len(offsets) else 0
+        return [
+            TokenLogprob(token, logprob, top, max(0, offset - hidden))
+            for (token, logprob, top), offset in zip(prompt_logprobs, offsets, strict=True)
+        ]
+
+    def add_text(
+        self, number: int, text: str, logprobs: list[TokenLogprob], finish_reason: str | None = None
+    ) -> JsonObject:
+        self.texts[number] += text
+        self.logprobs[number] += logprobs
+        return self.chunk(self.text_choice(number, text, logprobs if self.with_logprobs else [], finish_reason))
+
+    def text_choice(
+        self, number: int, text: str, logprobs: list[TokenLogprob], finish_reason: str | None
+    ) -> JsonObject:
+        entries = self.formatter.completion_logprobs(logprobs) if logprobs else None
+        return {"text": text, "index": number, "logprobs": entries, "finish_reason": finish_reason}
+
+    def choice(self, number: int) -> JsonObject:
+        reason = self.generation.choices[number].finish_reason
+        choice = self.text_choice(number, self.texts[number], [], reason)
+        if self.with_logprobs:
+            choice["logprobs"] = self.formatter.completion_logprobs(self.logprobs[number])
+        return choice

@@ -1,0 +1,232 @@
+"""SERVE=stdio: the line protocol of the C engine (docs/stdio.md), for programs that drive its pipe.
+
+Requests are answered one after the other. Each gets exactly one END and one STAT. The byte that begins markers never
+stands in an answer.
+"""
+
+import queue
+import select
+import time
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO
+
+from errors import Refused
+from experts.cache import CacheCounters
+from generate.request import Finished, Job, NewToken, Prefilled, QueueFull, Request, Started
+from generate.scheduler import Scheduler
+from load.model import LoadedModel
+from machine.console import say
+from machine.memory import rss_bytes
+from server.service import Service
+from server.stdio.frames import BrokenFrame, CommandFrame, Frame, FrameReader, MessageFrame, PromptFrame
+from text.chat_turns import Message, assistant_message, drop_oldest_turns
+from text.detokenizer import Detokenizer
+from text.prompt import max_answer_tokens
+from text.reply import THINK
+from text.tokenizer import TextTokenizer
+
+READY, END, ERROR = (f"\x01\x01{word}\x01\x01" for word in ("READY", "END", "ERROR"))
+WATCH_SECONDS = 0.2  # between two checks whether stdout is still read
+
+
+def run_pipe_server(loaded: LoadedModel, scheduler: Scheduler, stdin: BinaryIO, stdout: BinaryIO, settings: Any) -> int:
+    """Answer the requests of stdin on stdout until stdin ends -> exit code 0. BrokenPipeError when stdout is not read
+    any more. Nothing is left running in the scheduler, however it ends."""
+    pipe = PipeServer(loaded, scheduler, stdout, settings)
+    pipe.write(f"{READY}\n{StatLine()}\n")
+    for frame in FrameReader(stdin, pipe.service.num_slots):
+        pipe.answer_frame(frame)
+    return 0
+
+
+@dataclass
+class PipeSlot:
+    """The conversation of a slot: its text, and the messages where it is a chat."""
+
+    number: int
+    detokenizer: Detokenizer  # of the answer; half a character may wait in it for MORE
+    messages: list[Message] = field(default_factory=list)  # up to the one that is answered
+    starts_in_reasoning: bool = False
+    request: Request | None = None  # the last one
+    ids: list[int] = field(default_factory=list)  # prompt and answer
+
+    def messages_with_answer(self) -> list[Message]:
+        if not self.messages:
+            return []
+        return [*self.messages, assistant_message(self.detokenizer.text, self.starts_in_reasoning)]
+
+
+@dataclass(slots=True)
+class StatLine:
+    """tokens_per_second and hit_rate are of decoding alone, without the prefill."""
+
+    tokens: int = 0
+    tokens_per_second: float = 0.0
+    hit_rate: float = 0.0
+    answer: tuple[int, int] | None = None  # prompt tokens, 1 if the answer was cut off by its length
+
+    def __str__(self) -> str:
+        fields = f"{self.tokens} {self.tokens_per_second:.2f} {100 * self.hit_rate:.1f} {rss_bytes() / 1e9:.2f}"
+        return " ".join(map(str, ("STAT", fields, *(self.answer or ()))))
+
+
+class PipeServer:
+    def __init__(self, loaded: LoadedModel, scheduler: Scheduler, stdout: BinaryIO, settings: Any):
+        self.scheduler = scheduler
+        self.stdout = stdout
+        self.ngen: int = settings.ngen
+        self.counters: CacheCounters = loaded.model.experts.counters
+        self.tokenizer = TextTokenizer(loaded.folder, loaded.config)
+        self.service = Service(settings, loaded, scheduler, self.tokenizer, say)
+        self.slots: dict[int, PipeSlot] = {}
+        self.last_slot = 0  # the one that RESET and MORE mean
+        self.num_answers = 0
+
+    def answer_frame(self, frame: Frame) -> None:
+        try:
+            match frame:
+                case BrokenFrame(reason):
+                    raise Refused(reason)
+                case PromptFrame():
+                    self.answer_prompt(frame)
+                case MessageFrame(text):
+                    self.answer_message(text)
+                case CommandFrame("MORE") if self.last_slot in self.slots:
+                    self.continue_answer(self.slots[self.last_slot])
+                case CommandFrame(name):
+                    if name == "RESET":
+                        self.slots.pop(self.last_slot, None)
+                    self.write_end(StatLine())
+        except (Refused, QueueFull, ValueError) as error:
+            self.write_end(StatLine(answer=(0, 0)), error=error)
+
+    def answer_prompt(self, prompt: PromptFrame) -> None:
+        """Special tokens that are written out in the text are tokens."""
+        self.last_slot = prompt.slot
+        ids = self.add_prefix(self.tokenizer.encode(prompt.text))
+        request = self.make_request(prompt.slot, ids, prompt.max_tokens, prompt.temperature, prompt.top_p)
+        self.generate(PipeSlot(prompt.slot, Detokenizer(self.tokenizer)), request)
+
+    def answer_message(self, text: str) -> None:
+        """Answer a turn of the chat in slot 0. The oldest turns are dropped when the context is full."""
+        self.last_slot = 0
+        slot = PipeSlot(0, Detokenizer(self.tokenizer))
+        context = self.service.context
+
+        def encode(messages: list[Message]) -> list[int]:
+            # Special tokens that the user wrote out stay text.
+            rendered, ids = self.tokenizer.encode_chat(messages, enable_thinking=self.service.think)
+            slot.starts_in_reasoning = rendered.rstrip().endswith(THINK)
+            return self.add_prefix(ids)
+
+        before = self.slots[0].messages_with_answer() if 0 in self.slots else []
+        messages = [*before, {"role": "user", "content": text}]
+        slot.messages, ids = drop_oldest_turns(messages, encode, context, min(self.ngen, context // 4))
+        if num_dropped := (len(messages) - len(slot.messages)) // 2:
+            say(f"[stdio] CTX={context} is full: the oldest turns are forgotten ({num_dropped})")
+        request = self.make_request(0, ids, self.ngen, self.service.temperature, self.service.top_p)
+        self.generate(slot, request, line_end="\n")
+
+    def continue_answer(self, slot: PipeSlot) -> None:
+        """Continue the last answer of a slot, with its temperature, top_p and seed."""
+        assert slot.request
+        r = slot.request
+        request = self.make_request(slot.number, slot.ids, self.ngen, r.temperature, r.nucleus, r.seed)
+        self.generate(slot, request, line_end="\n")
+
+    def add_prefix(self, ids: list[int]) -> list[int]:
+        ids = self.service.prefix.prepend(ids)
+        if not ids:
+            raise Refused("the prompt is empty, it needs at least one token")
+        return ids
+
+    def make_request(
+        self, slot: int, ids: list[int], max_tokens: int, temperature: float, top_p: float, seed: int | None = None
+    ) -> Request:
+        """Return a request of at most max_tokens, NGEN, and what CTX leaves. Without a seed it gets the next one."""
+        context = self.service.context
+        if max_answer_tokens(len(ids), context) < 1:
+            raise Refused(f"the text has {len(ids)} tokens, CTX is {context}; raise CTX or shorten it")
+        if max_tokens > self.ngen:
+            say(f"[stdio] max_tokens {max_tokens} is more than NGEN={self.ngen}; the answer ends there")
+        if seed is None:
+            seed = self.service.seed + self.num_answers
+            self.num_answers += 1
+        max_tokens = min(max_tokens, self.ngen)
+        return self.service.make_request(ids, max_tokens, temperature, top_p, seed, conversation=f"stdio {slot}")
+
+    def generate(self, slot: PipeSlot, request: Request, line_end: str = "") -> None:
+        """Write the answer while it is generated, then END and STAT. The slot keeps what was written."""
+        events: queue.SimpleQueue[Started | Prefilled | NewToken | Finished] = queue.SimpleQueue()
+        start_time = 0.0  # of the first token: the prefill paid for it
+        before = CacheCounters()
+        job: Job = self.scheduler.submit(request, events.put)
+        ids = list(request.prompt_ids)
+        num_prompt = len(ids)
+        try:
+            while not isinstance(event := self.next_event(events), Finished):
+                if isinstance(event, NewToken):
+                    if not start_time:
+                        start_time = time.perf_counter()
+                        before = CacheCounters(self.counters.hits, self.counters.misses)
+                    ids.append(event.id)
+                    self.write_text(slot.detokenizer.add_token(event.id))
+        finally:
+            job.cancel()  # without effect on one that is finished
+        num_tokens = len(ids) - num_prompt
+        is_truncated = event.reason == "length"
+        is_complete = event.reason in ("stop", "length")
+        if not is_truncated:  # MORE gives the other half of a character
+            self.write_text(slot.detokenizer.flush())
+        if num_tokens or is_complete:
+            slot.request = request
+            slot.ids = ids
+            self.slots[slot.number] = slot
+        stat = StatLine(num_tokens, answer=(num_prompt, int(is_truncated)))
+        if start_time:
+            num_decoded = num_tokens - 1 + (event.reason == "stop")
+            seconds = time.perf_counter() - start_time
+            stat.tokens_per_second = num_decoded / seconds if seconds else 0.0
+            stat.hit_rate = hit_rate_since(before, self.counters)
+        self.write_end(stat, line_end, None if is_complete else event.error or event.reason)
+
+    def next_event(self, events: queue.SimpleQueue) -> Started | Prefilled | NewToken | Finished:
+        """Wait for an event. BrokenPipeError when stdout is closed meanwhile."""
+        while True:
+            try:
+                return events.get(timeout=WATCH_SECONDS)
+            except queue.Empty:
+                if is_closed(self.stdout):
+                    raise BrokenPipeError from None
+
+    def write_end(self, stat: StatLine, line_end: str = "", error: object = None) -> None:
+        """Write END and STAT, before them the error in one line."""
+        before = line_end if error is None else f"{ERROR} {without_markers(' '.join(str(error).split()))}\n"
+        self.write(f"{before}{END}\n{stat}\n")
+
+    def write_text(self, text: str) -> None:
+        if text:
+            self.write(without_markers(text))
+
+    def write(self, text: str) -> None:
+        self.stdout.write(text.encode("utf-8", "replace"))
+        self.stdout.flush()
+
+
+def without_markers(text: str) -> str:
+    """Replace the byte that begins markers by its picture."""
+    return text.replace("\x01", "\u2401")
+
+
+def hit_rate_since(before: CacheCounters, now: CacheCounters) -> float:
+    return CacheCounters(now.hits - before.hits, now.misses - before.misses).hit_rate
+
+
+def is_closed(stdout: BinaryIO) -> bool:
+    """Return whether the other end of a pipe is closed. False where that is not known; then a write will fail."""
+    try:
+        poll = select.poll()
+        poll.register(stdout.fileno(), 0)
+    except (AttributeError, OSError):
+        return False
+    return any(flags & (select.POLLERR | select.POLLHUP) for _, flags in poll.poll(0))
