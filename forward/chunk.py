@@ -1,68 +1,77 @@
-"""A chunk: the rows that go through all layers together, of one sequence or of several."""
+"""A chunk: the token rows that go through all layers together, of one sequence or of several (chunked prefill).
 
+T token rows.
+"""
+
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
+from torch import Tensor
 
 from forward.kv_cache import KvCache
 from kernels.reference import rope_angles
+from snapshot.config import ModelConfig
+
+K = TypeVar("K", bound=KvCache)
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
-    """Rows start..stop of a chunk are the next positions of one sequence."""
+class Segment(Generic[K]):
+    """Rows start .. stop of a chunk: the next positions of one sequence."""
 
-    kv: KvCache
-    first: int  # position of its first row
+    kv: K
+    first_position: int
     start: int
     stop: int
 
     @property
-    def rows(self):
+    def rows(self) -> slice:
         return slice(self.start, self.stop)
 
     @property
-    def positions(self):
-        return torch.arange(self.first, self.first + self.stop - self.start)
+    def positions(self) -> Tensor:
+        return torch.arange(self.first_position, self.first_position + self.stop - self.start)
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
-    """T rows: their token ids and rotary angles, and which sequence each belongs to."""
+class Chunk(Generic[K]):
+    ids: Tensor  # [T]
+    segments: tuple[Segment[K], ...]
+    cos: Tensor  # [T, rope_head_dim / 2] of the rotary angles
+    sin: Tensor
 
-    ids: torch.Tensor  # [T]
-    segments: tuple[Segment, ...]
-    cos: torch.Tensor  # [T, rope_head_dim / 2]
-    sin: torch.Tensor
-
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self.ids)
 
 
-def make_chunk(config, pieces, is_mtp=False):
-    """[(ids, kv), ...] -> Chunk; each sequence at most once. is_mtp: the rows are the next slots of the
-    multi-token-prediction layer, which has positions of its own."""
-    ids, segments = [], []
-    for piece, kv in pieces:
-        first = kv.mtp_length if is_mtp else kv.length
-        segments.append(Segment(kv, first, len(ids), len(ids) + len(piece)))
-        ids += piece
-    positions = torch.cat([segment.positions for segment in segments])
+def make_chunk(config: ModelConfig, batch: Iterable[tuple[list[int], K]], is_mtp: bool = False) -> Chunk[K]:
+    """batch [(ids, kv), ...], each sequence at most once -> Chunk. is_mtp: the rows are the next positions of the MTP
+    layer, which has a length of its own."""
+    ids: list[int] = []
+    segments = []
+    for new_ids, kv in batch:
+        first_position = kv.mtp_length if is_mtp else kv.length
+        segments.append(Segment(kv, first_position, len(ids), len(ids) + len(new_ids)))
+        ids += new_ids
+    positions = torch.cat([segment.positions for segment in segments])  # [T]
     cos, sin = rope_angles(positions, torch.tensor(config.rope.frequencies), config.rope.factor)
     return Chunk(torch.tensor(ids), tuple(segments), cos, sin)
 
 
-def split_batch(batch, max_rows):
-    """Cut [(ids, kv), ...] into lists of pieces of at most max_rows rows in all, in order."""
-    chunk, rows = [], 0
+def split_batch(batch: Iterable[tuple[list[int], K]], max_rows: int) -> Iterator[list[tuple[list[int], K]]]:
+    """Split [(ids, kv), ...] in order into batches of at most max_rows token rows."""
+    part: list[tuple[list[int], K]] = []
+    room = max_rows
     for ids, kv in batch:
-        at = 0
-        while at < len(ids):
-            piece = ids[at : at + max_rows - rows]
-            chunk.append((piece, kv))
-            at, rows = at + len(piece), rows + len(piece)
-            if rows == max_rows:
-                yield chunk
-                chunk, rows = [], 0
-    if chunk:
-        yield chunk
+        start = 0
+        while start < len(ids):
+            part.append((ids[start : start + room], kv))
+            start += len(part[-1][0])
+            room -= len(part[-1][0])
+            if not room:
+                yield part
+                part, room = [], max_rows
+    if part:
+        yield part

@@ -1,6 +1,10 @@
-"""Token ids -> rows of the embedding table."""
+"""The embedding: token ids -> rows of its table."""
+
+from torch import Tensor
+
+from kernels.weight import Weight
 
 
-def embed(weight, ids):
-    """ids [T] -> float32 [T, hidden]; no scaling."""
+def embed(weight: Weight, ids: Tensor) -> Tensor:
+    """ids [T] -> float32 [T, D]; no scaling."""
     return weight.dequantize_rows(ids)

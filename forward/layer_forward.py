@@ -1,27 +1,43 @@
-"""One decoder layer: norm, attention, add, norm, moe or mlp, add."""
+"""One decoder layer: norm, attention, add, norm, MoE or MLP, add.
 
+T token rows, D model width.
+"""
+
+from torch import Tensor
+
+from experts.route_observer import RouteObserver
 from forward.attention.gqa import gqa
-from forward.attention.mla import mla
+from forward.attention.mla import Selections, mla
+from forward.chunk import Chunk
 from forward.mlp import mlp
+from forward.model import Model
 from forward.moe import moe
 from forward.router import look_ahead
 from kernels.dispatch import rms_norm
-from snapshot.weights import MoeWeights
+from snapshot.weights import LayerWeights, MlaWeights, MoeWeights
 
 
-def layer_forward(model, layer, weights, x, chunk, selections, observer=None):
-    """x [T, D] -> ([T, D], selections of the last full layer). observer: as of moe."""
+def layer_forward(
+    model: Model,
+    layer: int,
+    weights: LayerWeights,
+    x: Tensor,
+    chunk: Chunk,
+    selections: Selections,
+    observer: RouteObserver | None = None,
+) -> tuple[Tensor, Selections]:
+    """x [T, D] -> ([T, D], selections of the last layer with an indexer). observer: as of moe."""
     config, attention = model.config, weights.attention
     look_ahead(model, layer, x)
     with model.profile.measure("attention"):
         normed = rms_norm(x, attention.input_norm, config.rms_norm_eps)
-        if config.attention == "mla":
+        if isinstance(attention, MlaWeights):
             out, selections = mla(config, layer, attention, weights.indexer, normed, chunk, selections)
         else:
             out = gqa(config, layer, attention, normed, chunk)
-        normed = rms_norm(out, attention.post_norm, config.rms_norm_eps, added=x)
+        normed = rms_norm(out, attention.post_norm, config.rms_norm_eps, added=x)  # adds x to out, in place
     if isinstance(weights.mlp, MoeWeights):
         return moe(model, layer, weights.mlp, normed, out, observer).add_(out), selections
     look_ahead(model, layer + 1, out)
     with model.profile.measure("dense-mlp"):
-        return mlp(normed, weights.mlp.gate, weights.mlp.up, weights.mlp.down).add_(out), selections
+        return mlp(normed, weights.mlp).add_(out), selections

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from torch import Tensor
 
 from experts.route_observer import RouteObserver
+from forward.attention.mla import Selections
 from forward.chunk import Chunk, make_chunk, split_batch
 from forward.embed import embed
 from forward.finite import check_hidden
@@ -41,7 +42,7 @@ def layers_forward(
         with model.profile.measure("attention"):  # the rotary angles are most of it
             chunk = make_chunk(model.config, pieces)
             x = embed(model.weights.embed, chunk.ids)  # [T, D]
-        selections = [None] * len(chunk.segments)
+        selections: Selections = [None] * len(chunk.segments)
         is_prefill = len(chunk) >= PROGRESS_ROWS
         for layer, weights in enumerate(model.weights.layers):
             x, selections = layer_forward(model, layer, weights, x, chunk, selections, observer)

@@ -1,8 +1,11 @@
-"""The gated MLP: dense layers, shared experts and routed experts alike."""
+"""The gated MLP (SwiGLU) of dense layers and shared experts."""
+
+from torch import Tensor
 
 from kernels.dispatch import gated_mlp
+from snapshot.weights import MlpWeights
 
 
-def mlp(x, gate, up, down):
+def mlp(x: Tensor, weights: MlpWeights) -> Tensor:
     """x [T, D] -> down(silu(gate x) * up x) [T, D]."""
-    return gated_mlp(x, gate, up, down)
+    return gated_mlp(x, weights.gate, weights.up, weights.down)

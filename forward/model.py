@@ -1,4 +1,4 @@
-"""What a forward pass needs, assembled once: the frozen config, the resident weights, the expert cache."""
+"""The model as a forward pass needs it: the frozen config, the dense weights, the expert cache."""
 
 from dataclasses import dataclass, field
 
@@ -11,11 +11,11 @@ from snapshot.weights import ModelWeights
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """Read-only but for the cache's contents and the profile's clock; the mutable timeline is KvCache."""
+    """Read-only but for the expert cache and the stage timer; the state of a sequence is its KvCache."""
 
     config: ModelConfig
     weights: ModelWeights
     experts: ExpertCache
-    prefill_chunk: int  # rows of one sweep over the layers; bounds the memory of a prefill
+    prefill_chunk: int  # most token rows of a chunk; bounds the memory of a prefill
     profile: Profile = field(default_factory=Profile)
     trace: RouteObserver | None = None  # of all forward passes

@@ -1,76 +1,96 @@
-"""Mixture of experts: route, ask the cache, add weighted expert outputs to the shared one, in ascending expert order.
+"""Mixture of experts: the shared expert's output, and the weighted sum of each token row's top-k routed experts.
 
-The cache is asked for expert ids and gives matrices, in whatever order they are there; where they were, this file never
-learns.
+The expert cache is asked for expert ids and yields matrices in the order in which they are ready; where they come from
+is not known here. The sum is always in ascending expert id, so that order changes no bit.
+
+T token rows, D model width, A active experts of a row, U distinct experts of all rows, N assignments (row, expert).
 """
 
-import torch
+from collections.abc import Iterator
 
+import torch
+from torch import Tensor
+
+from experts.route_observer import RouteObserver
 from forward.mlp import mlp
-from forward.router import look_ahead, route, rows_of_each
+from forward.model import Model
+from forward.router import count_rows, look_ahead, route
 from kernels.dispatch import add_experts, add_weighted, expert_outputs, group_by_expert
 from kernels.reference import ClampedSwiGlu
+from snapshot.config import ModelConfig
+from snapshot.weights import ExpertBiases, MoeWeights
 
-OUTPUT_BYTES = 32 << 20  # of experts that were computed before their turn to be added
+OUTPUT_BYTES = 32 << 20  # most of the outputs of experts that wait for one with a lower id
 
 
-def moe(model, layer, weights, x, residual, observer=None):
-    """x [T, D], the normed residual [T, D] -> [T, D]. Each distinct expert of the T rows is asked for once.
+def moe(
+    model: Model, layer: int, weights: MoeWeights, x: Tensor, residual: Tensor, observer: RouteObserver | None = None
+) -> Tensor:
+    """x [T, D], the normed residual [T, D] -> [T, D]. Each distinct expert of the T rows is requested once.
 
-    observer: a RouteObserver of this forward pass, beside the one of all passes, model.trace.
+    observer: of this forward pass, beside the one of all passes, model.trace.
     """
     with model.profile.measure("router"):
         chosen, shares = route(model.config, weights, x)  # [T, A] ascending, [T, A]
-        experts, starts, rows, shares = group_by_expert(chosen, shares, model.config.num_experts)
-        uses = rows_of_each(experts, starts)
-    for told in (model.trace, observer):
-        if told:
-            told.record(layer, uses, len(x), rows)
+        experts, starts, rows, shares = group_by_expert(chosen, shares, model.config.num_experts)  # [U], [U + 1], [N]
+        uses = count_rows(experts, starts)
+    for route_observer in (model.trace, observer):
+        if route_observer:
+            route_observer.record(layer, uses, len(x), rows)
     with model.experts.request(layer, uses, len(x)) as request:
         look_ahead(model, layer + 1, residual)
         with model.profile.measure("expert-matmul"):
-            shared = weights.shared
-            out = mlp(x, shared.gate, shared.up, shared.down) if shared else torch.zeros_like(x)
-        for first, last in cut(starts.tolist(), OUTPUT_BYTES // (4 * x.shape[1])):
+            out = mlp(x, weights.shared) if weights.shared else torch.zeros_like(x)
+        for first, last in split_experts(starts.tolist(), OUTPUT_BYTES // (4 * x.shape[1])):
             start, stop = starts[first], starts[last]
-            outputs = None
+            outputs = None  # [assignments of these experts, D], once one of them is ready before a lower id
             for batch in request.ready(first, last):
                 with model.profile.measure("expert-matmul"):
                     matrices = [three for _, three in batch]
                     indices = [index for index, _ in batch]
-                    gates = gates_of(model.config, weights.biases, [experts[index] for index in indices])
-                    if len(batch) == last - first:  # all were there: nothing is out of order
-                        add_experts(out, x, matrices, starts[first : last + 1], rows, shares, gates)
-                        continue  # to the end of `ready`, which lets go of them
+                    swiglu = clamped_swiglu(model.config, weights.biases, [experts[index] for index in indices])
+                    if len(batch) == last - first:  # all at once: add in place
+                        add_experts(out, x, matrices, starts[first : last + 1], rows, shares, swiglu)
+                        continue  # ends `ready`, which releases them
                     if outputs is None:
                         outputs = torch.empty(int(stop - start), x.shape[1])
-                    compute(outputs, x, matrices, indices, starts, rows, start, gates)
+                    compute_outputs(outputs, x, matrices, indices, starts, rows, start, swiglu)
             if outputs is not None:
                 with model.profile.measure("expert-matmul"):
                     add_weighted(out, outputs, rows[start:stop], shares[start:stop])
     return out
 
 
-def gates_of(config, biases, experts):
-    """How the two halves of these experts meet: None for silu."""
+def clamped_swiglu(config: ModelConfig, biases: ExpertBiases | None, experts: list[int]) -> ClampedSwiGlu | None:
+    """The clamped SwiGLU of these experts; None for models that use the plain one."""
     if biases is None:
         return None
-    parts = biases.gate[experts], biases.up[experts], biases.down[experts]
-    return ClampedSwiGlu(*parts, config.swiglu_limit, config.swiglu_alpha)
+    of_experts = biases.gate[experts], biases.up[experts], biases.down[experts]
+    return ClampedSwiGlu(*of_experts, config.swiglu_limit, config.swiglu_alpha)
 
 
-def compute(outputs, x, matrices, indices, starts, rows, base, gates):
-    """Some experts, wherever they stand among those of the layer, on their rows of x -> their places in outputs."""
+def compute_outputs(
+    outputs: Tensor,
+    x: Tensor,
+    matrices: list,
+    indices: list[int],
+    starts: Tensor,
+    rows: Tensor,
+    base: Tensor,
+    swiglu: ClampedSwiGlu | None,
+) -> None:
+    """Compute experts number `indices` of the layer's U on their rows of x, into their places in outputs, whose first
+    row is assignment number `base`."""
     counts = starts[1:][indices] - starts[indices]
-    places = torch.cat([torch.arange(starts[i], starts[i + 1]) for i in indices])
+    places = torch.cat([torch.arange(int(starts[i]), int(starts[i + 1])) for i in indices])
     own_starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-    expert_outputs(outputs, x[rows[places]], matrices, own_starts, torch.arange(len(places)), places - base, gates)
+    expert_outputs(outputs, x[rows[places]], matrices, own_starts, torch.arange(len(places)), places - base, swiglu)
 
 
-def cut(starts, most):
-    """Experts -> (first, last) of consecutive ones with at most `most` assignments together, or one alone."""
+def split_experts(starts: list[int], max_assignments: int) -> Iterator[tuple[int, int]]:
+    """Yield (first, last) of consecutive experts with at most max_assignments together, or of one alone."""
     first = 0
     for last in range(1, len(starts)):
-        if last + 1 == len(starts) or starts[last + 1] - starts[first] > most:
+        if last + 1 == len(starts) or starts[last + 1] - starts[first] > max_assignments:
             yield first, last
             first = last

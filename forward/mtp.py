@@ -1,45 +1,53 @@
-"""The multi-token-prediction layer: from what the model knows at a position and the token that follows, the one after.
+"""The multi-token prediction (MTP) layer: predicts the token after the next one, for draft tokens.
 
-Slot i of it takes the hidden row of position i, behind the final norm, and the token at position i + 1:
+Its position i takes the hidden row of position i, behind the final norm, and the token at position i + 1:
 
-    x = input_proj([embed_norm(embed(token)); hidden_norm(hidden)])  ->  one decoder layer over the slots so far
+    x = input_proj([embed_norm(embed(token)); hidden_norm(hidden)])  ->  one decoder layer over the positions so far
     s = norm(x)          lm_head(s) predicts the token at position i + 2
 
-A chain of drafts feeds s back as the hidden row, with the drafted token. DeepSeek-V3, section 2.2; GLM-5 is the same.
+A chain of draft tokens feeds s back as the hidden row, with the token drafted last. DeepSeek-V3, section 2.2; GLM-5 is
+the same. T token rows, D model width.
 """
 
 import torch
+from torch import Tensor
 
-from forward.chunk import make_chunk, split_batch
+from forward.chunk import Chunk, make_chunk, split_batch
 from forward.embed import embed
+from forward.kv_cache import KvCache
 from forward.layer_forward import layer_forward
+from forward.model import Model
 from kernels.dispatch import linear, rms_norm
 
 
 @torch.inference_mode()
-def mtp(model, batch, hidden):
-    """batch [(tokens, kv), ...]: the ids that follow the next slots of each sequence; hidden [all tokens, D], behind
-    the final norm -> s [all tokens, D]. The slots are appended; ValueError, before anything is computed, where a kv has
-    no room for them."""
+def mtp(model: Model, batch: list[tuple[list[int], KvCache]], hidden: Tensor) -> Tensor:
+    """Append the next MTP positions of each sequence -> s [T, D].
+
+    batch [(tokens, kv), ...]: the ids that follow these positions; hidden [T, D] behind the final norm, in the order of
+    the batch. ValueError, before anything is computed, where a KV cache has no room.
+    """
     for tokens, kv in batch:
         if kv.mtp_length + len(tokens) > kv.capacity:
             raise ValueError(
-                f"{len(tokens)} more slots do not fit the {kv.capacity} of a KV cache with {kv.mtp_length}"
+                f"{len(tokens)} more MTP positions do not fit the {kv.capacity} of a KV cache with {kv.mtp_length}"
             )
-    out, at = [], 0
-    for pieces in split_batch(batch, model.prefill_chunk):
-        chunk = make_chunk(model.config, pieces, is_mtp=True)
-        out.append(mtp_chunk(model, chunk, hidden[at : at + len(chunk)]))
-        at += len(chunk)
+    out = []
+    start = 0
+    for part in split_batch(batch, model.prefill_chunk):
+        chunk = make_chunk(model.config, part, is_mtp=True)
+        out.append(mtp_chunk(model, chunk, hidden[start : start + len(chunk)]))
+        start += len(chunk)
     return torch.cat(out)
 
 
-def mtp_chunk(model, chunk, hidden):
-    """The rows that go through the layer together -> s [rows, D]."""
+def mtp_chunk(model: Model, chunk: Chunk, hidden: Tensor) -> Tensor:
+    """As mtp, for the rows of one chunk."""
     config, weights = model.config, model.weights.mtp
-    words = rms_norm(embed(weights.embed, chunk.ids), weights.embed_norm, config.rms_norm_eps)
-    known = rms_norm(hidden, weights.hidden_norm, config.rms_norm_eps)
-    x = linear(torch.cat([words, known], dim=-1), weights.input_proj)
+    assert weights is not None
+    embedded = rms_norm(embed(weights.embed, chunk.ids), weights.embed_norm, config.rms_norm_eps)
+    normed = rms_norm(hidden, weights.hidden_norm, config.rms_norm_eps)
+    x = linear(torch.cat([embedded, normed], dim=-1), weights.input_proj)  # [T, 2 D] -> [T, D]
     x, _ = layer_forward(model, config.num_layers, weights.layer, x, chunk, [None] * len(chunk.segments))
     for segment in chunk.segments:
         segment.kv.mtp_length += segment.stop - segment.start
@@ -47,6 +55,7 @@ def mtp_chunk(model, chunk, hidden):
 
 
 @torch.inference_mode()
-def mtp_logits(model, s):
+def mtp_logits(model: Model, s: Tensor) -> Tensor:
     """s [T, D] -> logits [T, vocab]."""
+    assert model.weights.mtp is not None
     return linear(s, model.weights.mtp.lm_head)

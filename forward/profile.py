@@ -1,24 +1,25 @@
-"""Where the time goes, stage by stage. Disk wait is counted by the expert cache itself."""
+"""The stage timer: seconds of each stage of a forward pass. Disk wait is counted by the expert cache."""
 
 import time
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 STAGES = ("expert-matmul", "attention", "lm_head", "router", "dense-mlp", "sample", "text")
 
 
 class Profile:
-    """Seconds by stage name."""
+    seconds: dict[str, float]  # by stage
 
-    def __init__(self):
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
         self.seconds = dict.fromkeys(STAGES, 0.0)
 
     @contextmanager
-    def measure(self, stage):
+    def measure(self, stage: str) -> Iterator[None]:
         started = time.perf_counter()
         try:
             yield
         finally:
             self.seconds[stage] += time.perf_counter() - started
-
-    def reset(self):
-        self.seconds = dict.fromkeys(STAGES, 0.0)

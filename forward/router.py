@@ -1,16 +1,23 @@
-"""Which experts: the router, and what it would say of a layer that is not there yet."""
+"""The router: the top-k experts of each token row, and a prediction of those of a later layer.
+
+T token rows, D model width, A active experts of a row, U distinct experts of all rows.
+"""
 
 import time
 
 import torch
+from torch import Tensor
 
+from forward.model import Model
 from kernels import dispatch
 from kernels.dispatch import group_by_expert, linear, rms_norm
+from snapshot.config import ModelConfig
+from snapshot.weights import MoeWeights
 
 
-def route(config, weights, x):
-    """x [T, D] -> (expert ids [T, A] ascending, weights [T, A]); the router works in float32."""
-    logits = linear(x, weights.router, weights.logit_bias)
+def route(config: ModelConfig, weights: MoeWeights, x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [T, D] -> (expert ids [T, A] ascending, their weights in the sum [T, A]), computed in float32."""
+    logits = linear(x, weights.router, weights.logit_bias)  # [T, experts]
     if config.router == "softmax":
         return dispatch.route_softmax(
             logits, config.num_active_experts, config.normalize_weights, config.routed_scaling, config.expert_mass
@@ -27,12 +34,12 @@ def route(config, weights, x):
     )
 
 
-def rows_of_each(experts, starts):
-    """Of what group_by_expert gives -> {expert: number of its rows}, ascending."""
+def count_rows(experts: list[int], starts: Tensor) -> dict[int, int]:
+    """experts [U] and starts [U + 1] of group_by_expert -> {expert, ascending: number of its token rows}."""
     return dict(zip(experts, starts.diff().tolist(), strict=True))
 
 
-def look_ahead(model, layer, residual):
+def look_ahead(model: Model, layer: int, residual: Tensor) -> None:
     """Tell the cache which experts a layer is likely to ask for: those its router takes for the residual [T, D] as it
     is now, with what comes between left out. Nothing where the layer has no experts or guessing does not pay."""
     cache = model.experts
@@ -41,9 +48,10 @@ def look_ahead(model, layer, residual):
     started = time.perf_counter()
     with model.profile.measure("router"):
         weights = model.weights.layers[layer]
+        assert isinstance(weights.mlp, MoeWeights)  # as in every layer that the cache knows
         x = rms_norm(residual, weights.attention.post_norm, model.config.rms_norm_eps)
         experts, starts, _, shares = group_by_expert(*route(model.config, weights.mlp, x), model.config.num_experts)
-        uses = rows_of_each(experts, starts)
+        uses = count_rows(experts, starts)
         # The router is surest of those to which it gives most.
         weight = torch.cat([shares.new_zeros(1), shares.cumsum(0)])[starts].diff().tolist()
         order = sorted(range(len(experts)), key=lambda i: -weight[i])

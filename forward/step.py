@@ -37,7 +37,7 @@ def step_hidden(model, batch, counts, progress=None, on_hidden=None, observer=No
         if on_hidden:
             on_hidden(chunk, hidden)
         for segment in chunk.segments:
-            start = segment.start + max(0, wanted[id(segment.kv)] - segment.first)
+            start = segment.start + max(0, wanted[id(segment.kv)] - segment.first_position)
             if start < segment.stop:  # a view would keep the whole chunk alive
                 last[id(segment.kv)].append(hidden[start : segment.stop].clone())
     none = torch.empty(0, model.config.hidden_size)

@@ -104,7 +104,7 @@ class MtpProposer:
     def follow(self, chunk, segment, hidden, is_verifying=False):
         """Keep our rows of a chunk, behind the final norm; those of a prefill go through the layer at once, but for the
         last, and not while draft tokens are verified: that time is not theirs."""
-        self.keep(segment.first, hidden, chunk.ids[segment.rows].tolist())
+        self.keep(segment.first_position, hidden, chunk.ids[segment.rows].tolist())
         if len(hidden) > self.FEW and not is_verifying:
             self.absorb()
 

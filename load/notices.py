@@ -62,7 +62,7 @@ def format_notices(settings: Any, dense: DenseTensors, disk: ExpertDisk) -> Iter
 def mtp_notices(dense: DenseTensors) -> Iterator[str]:
     """Why the MTP layer gives no draft tokens, or bad ones."""
     if dense.mtp_problem:
-        yield f"[MTP] no draft tokens from the multi-token prediction layer: {dense.mtp_problem}"
+        yield f"[MTP] no draft tokens from the MTP layer: {dense.mtp_problem}"
         return
     names = {name for name, _ in dense.layer_tables(dense.config.num_layers)["mtp"].values()}
     if any(str(stored.format) == "int4-row" for stored in dense.matrices if stored.name in names):

@@ -1,36 +1,53 @@
-"""Grouped-query attention: groups of heads share a key and a value, which are kept as they are.
+"""Grouped-query attention (GQA): the query heads of a group share a key and a value head. With a sliding window and
+attention sinks where the model has them.
 
-T rows, H heads, G groups, D width of a head, V width of a value.
+T token rows, S positions up to the last new one, D model width, H query heads, G KV heads, K width of a query or key
+head, V width of a value head.
 """
 
 import torch
+from torch import Tensor
 
+from forward.chunk import Chunk
+from forward.kv_cache import GqaKvCache
 from kernels.dispatch import grouped_attention, linear, rms_norm, rotate
+from snapshot.config import ModelConfig
+from snapshot.weights import GqaWeights
 
 
-def gqa(config, layer, weights, x, chunk):
-    """x [T, D] (normed) -> [T, D]. Appends this layer's keys and values to each sequence."""
-    H, G, D, V = config.num_heads, config.num_kv_heads, config.qk_head_dim, config.v_head_dim
-    queries, keys = linear(x, weights.q, weights.q_bias), linear(x, weights.k, weights.k_bias)
-    values = linear(x, weights.v, weights.v_bias)
-    if weights.q_norm is not None:
-        queries = norm(queries, weights.q_norm, config.rms_norm_eps)
-        keys = norm(keys, weights.k_norm, config.rms_norm_eps)
-    turn = chunk.cos, chunk.sin, config.rope_interleaved
-    queries, keys = rotate(queries.view(-1, H, D), 0, *turn), rotate(keys.view(-1, G, D), 0, *turn)
+def gqa(config: ModelConfig, layer: int, weights: GqaWeights, x: Tensor, chunk: Chunk[GqaKvCache]) -> Tensor:
+    """x [T, D] (normed) -> [T, D]. Appends keys and values to the KV cache of each sequence."""
+    H, G, K, V = config.num_heads, config.num_kv_heads, config.qk_head_dim, config.v_head_dim
+    queries = linear(x, weights.q, weights.q_bias)  # [T, H * K]
+    keys = linear(x, weights.k, weights.k_bias)  # [T, G * K]
+    values = linear(x, weights.v, weights.v_bias)  # [T, G * V]
+    if weights.q_norm is not None and weights.k_norm is not None:
+        queries = head_norm(queries, weights.q_norm, config.rms_norm_eps)
+        keys = head_norm(keys, weights.k_norm, config.rms_norm_eps)
+    rope = chunk.cos, chunk.sin, config.rope_interleaved
+    queries = rotate(queries.view(-1, H, K), 0, *rope)  # [T, H, K]
+    keys = rotate(keys.view(-1, G, K), 0, *rope).flatten(1)  # [T, G * K]
 
-    out, window = [], config.sliding_window(layer)
+    outputs = []
+    window = config.sliding_window(layer)
     for segment in chunk.segments:
         rows = segment.rows
-        all_keys, all_values = segment.kv.append(layer, keys[rows].flatten(1), values[rows])
-        all_keys, all_values = all_keys.view(-1, G, D), all_values.view(-1, G, V)
-        out.append(
-            grouped_attention(queries[rows], all_keys, all_values, segment.first, window, weights.sinks, D**-0.5)
+        all_keys, all_values = segment.kv.append(layer, keys[rows], values[rows])
+        outputs.append(
+            grouped_attention(
+                queries[rows],
+                all_keys.view(-1, G, K),  # [S, G, K]
+                all_values.view(-1, G, V),  # [S, G, V]
+                segment.first_position,
+                window,
+                weights.sinks,
+                K**-0.5,
+            )
         )
-    out = out[0] if len(out) == 1 else torch.cat(out)
+    out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)  # [T, H, V]
     return linear(out.flatten(1), weights.o, weights.o_bias)
 
 
-def norm(x, weight, eps):
-    """RMS norm over as many columns as the weight has: each head of x [T, heads * D] by itself, or all of a row."""
+def head_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMS norm over as many columns as the weight has: each head of x [T, heads * K] by itself, or a whole row."""
     return rms_norm(x.view(-1, len(weight)), weight, eps).view(x.shape)

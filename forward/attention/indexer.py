@@ -1,44 +1,57 @@
-"""The DSA lightning indexer: which earlier positions a row may attend to, chosen for all heads together.
+"""The DSA lightning indexer: selects the earlier positions that a token row attends to, the same for all heads.
 
-Only "full" layers run it; the "shared" layers after one reuse its selection. Up to index_topk positions everything is
-selected, and that is written as None.
+Only layers with an indexer of their own ("full") run it; the "shared" layers after one reuse its selection. Up to
+index_topk positions all are selected, which is written as None. DeepSeek-V3.2, DeepSeek Sparse Attention.
+
+T token rows, S positions up to the last new one, H index heads, D index width.
 """
 
 import torch
+from torch import Tensor
 
+from forward.chunk import Chunk
+from forward.kv_cache import MlaKvCache
 from kernels.dispatch import index_scores, layer_norm, linear, rotate, top_positions
+from snapshot.config import ModelConfig
+from snapshot.weights import IndexerWeights
 
-# Index scores of one block of rows, heads included, stay below this.
-BLOCK_BYTES = 64 << 20
+BLOCK_BYTES = 64 << 20  # most of the index scores of one block of rows, all heads
 
 
-def select(config, layer, weights, x, query_latent, chunk):
-    """x [T, D] (normed), query_latent [T, q_lora_rank] -> for each segment None (all earlier positions) or the
-    selected positions [rows, index_topk], ascending, -1 where a row has fewer."""
+def select_positions(
+    config: ModelConfig,
+    layer: int,
+    weights: IndexerWeights,
+    x: Tensor,
+    query_latent: Tensor,
+    chunk: Chunk[MlaKvCache],
+) -> list[Tensor | None]:
+    """x [T, model width] (normed), query_latent [T, q_lora_rank] -> for each segment None (all earlier positions) or
+    the selected positions [rows, index_topk], ascending, padded with -1. Appends index keys to each KV cache."""
     H, D = config.index_num_heads, config.index_head_dim
-    keys = layer_norm(linear(x, weights.k), weights.k_norm, weights.k_norm_bias, config.index_norm_eps)
-    keys = rotate(keys, 0, chunk.cos, chunk.sin, config.index_rope_interleaved)
-    known = [segment.kv.append_index(layer, keys[segment.rows]) for segment in chunk.segments]
-    if all(len(keys) <= config.index_topk for keys in known):
-        return [None] * len(known)
-    queries = linear(query_latent, weights.q_b).view(-1, H, D)
-    queries = rotate(queries, 0, chunk.cos, chunk.sin, config.index_rope_interleaved)
-    head_weights = linear(x, weights.head_weights) * H**-0.5
+    rope = chunk.cos, chunk.sin, config.index_rope_interleaved
+    keys = layer_norm(linear(x, weights.k), weights.k_norm, weights.k_norm_bias, config.index_norm_eps)  # [T, D]
+    keys = rotate(keys, 0, *rope)
+    cached = [segment.kv.append_index(layer, keys[segment.rows]) for segment in chunk.segments]  # each [S, D]
+    if all(len(keys) <= config.index_topk for keys in cached):
+        return [None] * len(cached)
+    queries = rotate(linear(query_latent, weights.q_b).view(-1, H, D), 0, *rope)  # [T, H, D]
+    head_weights = linear(x, weights.head_weights) * H**-0.5  # [T, H]
     return [
         None
         if len(keys) <= config.index_topk
-        else select_rows(queries[s.rows], head_weights[s.rows], keys, s.first, config.index_topk)
-        for s, keys in zip(chunk.segments, known, strict=True)
+        else select_rows(queries[s.rows], head_weights[s.rows], keys, s.first_position, config.index_topk)
+        for s, keys in zip(chunk.segments, cached, strict=True)
     ]
 
 
-def select_rows(queries, head_weights, keys, first, topk):
-    """queries [T, H, D], of positions from `first` on; keys [S, D], S > topk -> [T, topk] positions, ascending, padded
-    with -1."""
+def select_rows(queries: Tensor, head_weights: Tensor, keys: Tensor, first_position: int, topk: int) -> Tensor:
+    """queries [T, H, D] of positions from first_position on, head_weights [T, H], keys [S, D], S > topk -> selected
+    positions [T, topk], ascending, padded with -1."""
     step = max(1, BLOCK_BYTES // (4 * queries.shape[1] * len(keys)))
-    out = []
+    selected = []
     for start in range(0, len(queries), step):
         block = slice(start, start + step)
-        scores = index_scores(queries[block], head_weights[block], keys)
-        out.append(top_positions(scores, first + start, topk))
-    return out[0] if len(out) == 1 else torch.cat(out)
+        scores = index_scores(queries[block], head_weights[block], keys)  # [block, S]
+        selected.append(top_positions(scores, first_position + start, topk))
+    return selected[0] if len(selected) == 1 else torch.cat(selected)

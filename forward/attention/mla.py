@@ -1,39 +1,56 @@
-"""Multi-head latent attention, absorbed: queries are taken into the latent space, so the cache is read as it lies.
+"""Multi-head latent attention (MLA), absorbed: queries are projected into the latent space, so that attention runs over
+the latents of the KV cache as they are. DeepSeek-V2, section 2.1.
 
-T rows, H heads, N nope width, R rotary width, L latent width, V value width.
+T token rows, S positions up to the last new one, D model width, H heads, N width of a head's part without rotation
+(nope), R of its rotated part, L latent width, V value width of a head.
 """
 
 import torch
+from torch import Tensor
 
-from forward.attention.indexer import select
+from forward.attention.indexer import select_positions
+from forward.chunk import Chunk
+from forward.kv_cache import MlaKvCache
 from kernels.dispatch import absorbed_attention, linear, rms_norm, rotate
+from snapshot.config import ModelConfig
+from snapshot.weights import IndexerWeights, MlaWeights
+
+Selections = list[Tensor | None]  # of each segment: positions [rows, index_topk], or None for all
 
 
-def mla(config, layer, weights, indexer, x, chunk, selections):
-    """x [T, D] (normed) -> ([T, D], selections). `selections` come from the nearest earlier full layer; a layer with
-    an indexer makes its own. Appends this layer's latents and keys to each sequence."""
-    H, N, R, L, V = (
-        config.num_heads,
-        config.nope_head_dim,
-        config.rope_head_dim,
-        config.kv_lora_rank,
-        config.v_head_dim,
-    )
-    turn = chunk.cos, chunk.sin, config.rope_interleaved
-    query_latent = x  # of models that have none
+def mla(
+    config: ModelConfig,
+    layer: int,
+    weights: MlaWeights,
+    indexer: IndexerWeights | None,
+    x: Tensor,
+    chunk: Chunk[MlaKvCache],
+    selections: Selections,
+) -> tuple[Tensor, Selections]:
+    """x [T, D] (normed) -> ([T, D], selections). `selections` are those of the last layer with an indexer; a layer with
+    one makes its own. Appends latents and rotated keys to the KV cache of each sequence."""
+    N, R, L = config.nope_head_dim, config.rope_head_dim, config.kv_lora_rank
+    rope = chunk.cos, chunk.sin, config.rope_interleaved
+    query_latent = x  # [T, q_lora_rank]; some models have no query latent
     if weights.q_a is not None:
         query_latent = rms_norm(linear(x, weights.q_a, weights.q_a_bias), weights.q_a_norm, config.latent_norm_eps)
-    queries = rotate(linear(query_latent, weights.q_b).view(-1, H, N + R), N, *turn)
-    compressed = rotate(linear(x, weights.kv_a, weights.kv_a_bias), L, *turn)
-    latents = rms_norm(compressed[:, :L], weights.kv_a_norm, config.latent_norm_eps)
-    rope_keys = compressed[:, L:]
+    queries = linear(query_latent, weights.q_b).view(-1, config.num_heads, N + R)
+    queries = rotate(queries, N, *rope)  # [T, H, N + R]
+    compressed = rotate(linear(x, weights.kv_a, weights.kv_a_bias), L, *rope)  # [T, L + R]
+    latents = rms_norm(compressed[:, :L], weights.kv_a_norm, config.latent_norm_eps)  # [T, L]
+    rope_keys = compressed[:, L:]  # [T, R], one for all heads
     if indexer is not None:
-        selections = select(config, layer, indexer, x, query_latent, chunk)
+        selections = select_positions(config, layer, indexer, x, query_latent, chunk)
 
-    out, scale = [], config.qk_head_dim**-0.5 * config.rope.score_factor
+    outputs = []
+    scale = config.qk_head_dim**-0.5 * config.rope.score_factor
     for segment, selection in zip(chunk.segments, selections, strict=True):
         rows = segment.rows
-        known = segment.kv.append(layer, latents[rows], rope_keys[rows])
-        out.append(absorbed_attention(queries[rows], weights.kv_b, *known, segment.first, selection, V, scale))
-    out = out[0] if len(out) == 1 else torch.cat(out)
+        cached = segment.kv.append(layer, latents[rows], rope_keys[rows])  # [S, L], [S, R]
+        outputs.append(
+            absorbed_attention(
+                queries[rows], weights.kv_b, *cached, segment.first_position, selection, config.v_head_dim, scale
+            )
+        )
+    out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)  # [T, H, V]
     return linear(out.flatten(1), weights.o, weights.o_bias), selections

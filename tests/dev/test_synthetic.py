@@ -16,8 +16,8 @@ from dev.synthetic.tensors import SILU_RMS
 from dev.synthetic.text import topic_ids
 from experts.disk import PAGE
 from forward.kv_cache import make_kv_cache
-from forward.mlp import mlp
 from forward.step import step, step_all
+from kernels.dispatch import gated_mlp
 from kernels.formats import FORMATS
 
 NAMES = "f32 f16 bf16 fp8-b128 int8-row int8-g64 int4-row int4-g64 int3-g64 int2-row int2-g64".split()
@@ -91,7 +91,7 @@ def test_weights_have_mean_zero_and_experts_are_independent(name, load, tmp_path
         for weight in matrices:
             values = weight.dequantize()
             assert abs(values.mean()) < 0.02 * values.std()
-        outputs.append(mlp(x, *matrices).flatten())
+        outputs.append(gated_mlp(x, *matrices).flatten())
     cosines = torch.corrcoef(torch.stack(outputs)) - torch.eye(16)
     assert cosines.abs().max() < 0.1
     # The size that the layer was scaled for: MLPs of the sparse layers add 0.4 with the shared expert.

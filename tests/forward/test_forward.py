@@ -98,13 +98,13 @@ def test_routed_experts_and_weights(name, oracle_folder, load, monkeypatch):
 def test_dsa_selections(name, oracle_folder, load, monkeypatch):
     ref, _ = reference(name)
     model, chosen = load(oracle_folder(name)).model, {}
-    plain = forward.attention.mla.select
+    plain = forward.attention.mla.select_positions
 
     def recording(config, layer, *rest):
         [chosen[layer]] = selections = plain(config, layer, *rest)
         return selections
 
-    monkeypatch.setattr(forward.attention.mla, "select", recording)
+    monkeypatch.setattr(forward.attention.mla, "select_positions", recording)
     all_logits(model, ref["seq"])
     full = [str(i) for i in range(model.config.num_layers) if model.config.has_own_indexer(i)]
     assert full == [layer for layer in ref["dsa_selected"] if int(layer) < model.config.num_layers]

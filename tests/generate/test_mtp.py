@@ -93,7 +93,7 @@ def layers_forward_of(model, ids, kv):
 def test_room_is_checked(load):
     model = load(FIXTURES / NAME, DRAFT="auto").model
     kv = make_kv_cache(model.config, 8)
-    with pytest.raises(ValueError, match="9 more slots do not fit the 8"):
+    with pytest.raises(ValueError, match="9 more MTP positions do not fit the 8"):
         mtp(model, [([1] * 9, kv)], torch.zeros(9, model.config.hidden_size))
 
 
@@ -334,7 +334,7 @@ def test_a_head_that_is_not_whole_is_said_and_not_used(load, run_colibri, tmp_pa
     folder = without(FIXTURES / NAME, tmp_path / "s", part)
     loaded = load(folder, DRAFT="auto")
     [notice] = [line for line in loaded.notices if line.startswith("[MTP]")]
-    assert notice.startswith(f"[MTP] no draft tokens from the multi-token prediction layer: {reason}")
+    assert notice.startswith(f"[MTP] no draft tokens from the MTP layer: {reason}")
     assert loaded.model.weights.mtp is None
     assert not [line for line in load(folder, DRAFT=0).notices if line.startswith("[MTP]")]
     process = run_colibri(SNAP=folder, REPORT=tmp_path / "r.json")
