@@ -35,7 +35,7 @@ from dev.synthetic.tensors import model_groups
 from dev.synthetic.text import topic_ids, uniform_ids
 from errors import Refused
 from kernels.formats import FORMATS, MXFP4
-from scripts.container import shard_bytes, write_shard
+from scripts.container import shard_num_bytes, write_shard
 from snapshot.config import ConfigFields
 from snapshot.families.glm_moe_dsa import parse_config
 
@@ -91,7 +91,7 @@ def plan_files(args, config, filler, rng):
     for number, groups in enumerate(model_groups(config, ROUTINGS[args.routing], rng), 1):
         path = args.out / f"model-{number:05d}-of-{args.layers + 1:05d}.safetensors"
         parts, stamps = [filler.group_parts(group) for group in groups], filler.stamps(groups)
-        yield path, groups, parts, stamps, shard_bytes(path, parts, stamps, SOURCE)
+        yield path, groups, parts, stamps, shard_num_bytes(path, parts, stamps, SOURCE)
 
 
 def write_snapshot(args, config):

@@ -43,7 +43,7 @@ from kernels.formats import FORMATS, GROUP, INTEGERS
 from load.model import LoadedModel, load_model
 from machine.fields import TextFieldReader
 from scripts.conversion import Conversion, ConversionOptions, ConvertedMatrix
-from scripts.convert import compare, convert
+from scripts.convert import compare_item, convert
 from settings import EMBEDDED_SNAPSHOT, Settings
 from snapshot.config import read_config
 from snapshot.index import read_index
@@ -116,11 +116,11 @@ def make_container(folder, options, out, plain=False):
         index = read_index(out)
         error = power = 0.0
         for matrix in (matrix for matrix in matrices if matrix.target):
-            problem, _, *squares = compare(matrix, conversion, index, reader)
+            problem, _, *squares = compare_item(matrix, conversion, index, reader)
             if problem:
                 raise RuntimeError(problem)
             error, power = error + squares[0], power + squares[1]
-        num_bytes = sum(part.num_bytes for matrix in matrices for part in matrix.parts)
+        num_bytes = sum(tensor.num_bytes for matrix in matrices for tensor in matrix.tensors)
         return {
             "bits": 8 * num_bytes / sum(matrix.stored.rows * matrix.stored.columns for matrix in matrices),
             "bytes": sum((out / file).stat().st_size for file in conversion.shards),

@@ -5,16 +5,16 @@
     python scripts/convert.py SRC DST --verify
 
 SRC is only read. Matrices are quantized in groups of 64 columns with 16-bit scales (4 bits: 4.25 a weight); a matrix
-that has as few bits already is copied as it is, and so are norms, routers and biases. DST gets a file for each layer,
-the tokenizer, the chat template and the configs. Started again after an interruption it goes on where it was, and the
-bytes are the same. --verify reads DST back when it is whole: the checksum of each file, and every matrix against SRC.
+that already has as few bits is copied, and so are norms, routers and biases. DST gets a shard (file) for each layer,
+the tokenizer, the chat template and the configs. Started again after an interruption, it continues with the first
+shard that is missing, and the bytes are the same. --verify reads a complete DST back: the checksum of each shard, and
+every matrix against SRC.
 
-Memory: what is under way at once, an expert or a matrix for each thread, is held whole before it is written. The
-largest are the embedding and the head, which may be under way together. Those of GLM-5.2 are about 1 GB each packed to
-8 bits and 2 GB each copied as BF16, so 2 or 4 GB are needed beside what Python and torch take. --verify holds what was
-copied twice, and what was packed a few rows at a time.
+Memory: each thread holds one expert or matrix until it is written. The largest are the embedding and the head, which
+may be in work together. Those of GLM-5.2 are about 1 GB each quantized to 8 bits and 2 GB each copied as BF16, so 2 or
+4 GB are needed beside Python and torch. --verify holds copied tensors twice, and quantized ones a few rows at a time.
 
-Exit code 0 when DST is whole (and verified, if asked), 1 when --verify finds a difference, 2 for bad input,
+Exit code 0 when DST is complete (and verified, if asked), 1 when --verify finds a difference, 2 for bad input,
 130 when interrupted.
 """
 
@@ -26,78 +26,87 @@ import shutil
 import sys
 import time
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from errors import Refused, printable
 from kernels.formats import GROUPS
 from kernels.quantize import quantize_with_scales, row_blocks
 from machine.files import PARTIAL, atomic_write
-from scripts.container import CHECKSUM, UNKNOWN, with_checksum_of, write_shard
-from scripts.conversion import Conversion, ConversionOptions, ConvertedMatrix
+from scripts.container import CHECKSUM, UNKNOWN, replace_checksum, write_shard
+from scripts.conversion import Conversion, ConversionOptions, ConvertedMatrix, Item
 from snapshot.dense import read_entry_bytes, read_stored_weight
 from snapshot.formats import find_stored_weight
-from snapshot.index import INDEX_FILE, read_header, read_index
+from snapshot.index import INDEX_FILE, TensorIndex, read_header, read_index
 from snapshot.reader import FileReader, open_file, read_file
 
 COMPANIONS = (
     "config.json generation_config.json tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json "
     "vocab.json merges.txt chat_template.jinja chat_template.json LICENSE"
 ).split()
-SPARE_BYTES = 1 << 30  # of the disk that stay free
+SPARE_BYTES = 1 << 30  # of the disk, which stay free
 READ_BYTES = 8 << 20
-MAX_ERRORS = 10  # differences that are told one by one
+MAX_LISTED = 10  # differences
+
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 class ConversionProgress:
-    """A bar on a terminal, a line for each file otherwise, on stderr."""
+    """A bar on a terminal, a line for each shard otherwise, on stderr."""
 
-    def __init__(self, word, total_bytes):
-        self.word, self.total, self.done = word, total_bytes, 0
-        self.started = self.last = time.monotonic()
+    def __init__(self, label: str, total_bytes: int) -> None:
+        self.label = label
+        self.total_bytes = total_bytes
+        self.done_bytes = 0
+        self.started = self.shown_at = time.monotonic()
 
-    def add(self, num_bytes, file):
-        self.done += num_bytes
+    def add(self, num_bytes: int, shard: str) -> None:
+        self.done_bytes += num_bytes
         now = time.monotonic()
-        if sys.stderr.isatty() and (now - self.last > 0.2 or self.done >= self.total):
-            self.last = now
-            filled = int(24 * self.done / self.total)
-            print(f"\r{self.line(file)} {'#' * filled}{'.' * (24 - filled)} ", end="", file=sys.stderr, flush=True)
+        if sys.stderr.isatty() and (now - self.shown_at > 0.2 or self.done_bytes >= self.total_bytes):
+            self.shown_at = now
+            filled = int(24 * self.done_bytes / self.total_bytes)
+            print(f"\r{self.line(shard)} {'#' * filled}{'.' * (24 - filled)} ", end="", file=sys.stderr, flush=True)
 
-    def counted(self, groups, file):
-        """The tensors of lists of tensors, one by one; what has been taken is counted."""
-        for tensors in groups:
+    def count(self, contents: Iterable[list[Tensor]], shard: str) -> Iterator[Tensor]:
+        """Yield the tensors of all lists; their bytes count once all of a list are taken."""
+        for tensors in contents:
             yield from tensors
-            self.add(sum(tensor.numel() * tensor.element_size() for tensor in tensors), file)
+            self.add(sum(tensor.numel() * tensor.element_size() for tensor in tensors), shard)
 
-    def end_of_file(self, file):
-        print(("\r\x1b[K" if sys.stderr.isatty() else "") + self.line(file), file=sys.stderr, flush=True)
+    def shard_done(self, shard: str) -> None:
+        print(("\r\x1b[K" if sys.stderr.isatty() else "") + self.line(shard), file=sys.stderr, flush=True)
 
-    def line(self, file):
+    def line(self, shard: str) -> str:
         seconds = max(time.monotonic() - self.started, 1e-3)
-        speed = self.done / seconds
-        left = (self.total - self.done) / max(speed, 1)
+        speed = self.done_bytes / seconds
+        left = (self.total_bytes - self.done_bytes) / max(speed, 1)
         return (
-            f"[{self.word}] {file} | {self.done / 1e9:.2f} of {self.total / 1e9:.2f} GB | {speed / 1e6:.0f} MB/s | "
-            f"{int(left // 60)} min {int(left % 60)} s left"
+            f"[{self.label}] {shard} | {self.done_bytes / 1e9:.2f} of {self.total_bytes / 1e9:.2f} GB | "
+            f"{speed / 1e6:.0f} MB/s | {int(left // 60)} min {int(left % 60)} s left"
         )
 
 
-def convert(conversion, out, num_threads):
-    """Write every file that is not there yet -> bytes written."""
-    sizes = {file: conversion.num_bytes(file) for file in conversion.shards}
+def convert(conversion: Conversion, out: Path, num_threads: int) -> int:
+    """Write every shard that is not there yet -> bytes written."""
+    sizes = {shard: conversion.num_bytes(shard) for shard in conversion.shards}
     for path in out.glob("*.safetensors"):
         if path.name not in sizes:
             raise Refused(f"{path}: is no file of this container; name an empty folder, or delete what is there")
     if os.path.lexists(out / INDEX_FILE):
-        # The engine would read the files it lists and not those of the container.
+        # The engine would read the files that it lists instead of those of the container.
         raise Refused(f"{out / INDEX_FILE}: belongs to another snapshot; name an empty folder, or delete what is there")
-    missing = [file for file in sizes if not is_written(conversion, out / file)]
-    total = sum(sizes[file] for file in missing)
+    missing = [shard for shard in sizes if not is_written(conversion, out / shard)]
+    total = sum(sizes[shard] for shard in missing)
     check_disk(out, total, sizes)
     # A link to nothing is a broken download: read_file refuses it before anything is written.
     present = [name for name in COMPANIONS if os.path.lexists(conversion.folder / name)]
@@ -108,21 +117,25 @@ def convert(conversion, out, num_threads):
         with atomic_write(out / name, keep_partial=True) as file:
             file.write(data)
     progress = ConversionProgress("convert", total)
-    for file in missing:
-        groups = conversion.shards[file]
-
-        work = in_threads(lambda group: group.tensors(conversion.reader), groups, num_threads)
-        buffers = progress.counted(work, file)
-        parts = [group.parts for group in groups]
-        write_shard(out / file, parts, buffers, conversion.formats(file), conversion.source)
-        progress.end_of_file(file)
+    for shard in missing:
+        contents = in_threads(
+            lambda group: group.read_contents(conversion.reader), conversion.shards[shard], num_threads
+        )
+        write_shard(
+            out / shard,
+            conversion.tensor_groups(shard),
+            progress.count(contents, shard),
+            conversion.formats(shard),
+            conversion.source,
+        )
+        progress.shard_done(shard)
     return total
 
 
-def in_threads(work, items, num_threads):
-    """map(work, items) with a few items under way at once, in order: memory stays bounded by them."""
+def in_threads(work: Callable[[T], R], items: Iterable[T], num_threads: int) -> Iterator[R]:
+    """map(work, items) in order, with about num_threads items in work at once, which bounds the memory."""
     with ThreadPoolExecutor(num_threads) as pool:
-        pending = deque()
+        pending: deque[Future[R]] = deque()
         try:
             for item in items:
                 pending.append(pool.submit(work, item))
@@ -136,16 +149,16 @@ def in_threads(work, items, num_threads):
 
 
 @contextmanager
-def locked(out):
-    """The folder, made if need be, for this process alone: two that write the same file would break it."""
+def locked_folder(out: Path) -> Iterator[None]:
+    """Create the folder where it is missing, and lock it: two processes that write one file would corrupt it."""
     out.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(out, os.O_RDONLY | os.O_CLOEXEC)  # the folder's own, so no file stays behind
+    descriptor = os.open(out, os.O_RDONLY | os.O_CLOEXEC)  # of the folder itself, so no lock file stays behind
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise Refused(f"{out}: another conversion is writing there; wait for it, or name another folder") from None
-        except OSError as error:  # some network file systems lock no folder
+        except OSError as error:  # some network file systems cannot lock a folder
             reason = f"{printable(str(out))} cannot be locked ({error.strerror})"
             print(f"[convert] {reason}; start no second conversion into it", file=sys.stderr)
         yield
@@ -153,29 +166,29 @@ def locked(out):
         os.close(descriptor)
 
 
-def is_written(conversion, path):
-    """Whether a file of this very conversion is there: its length and its whole header. Another file is refused."""
+def is_written(conversion: Conversion, path: Path) -> bool:
+    """Whether the shard exists, by its size and its whole header. Refused for a file of another conversion."""
     if not path.exists():
         return False
     expected = conversion.header(path.name)
     with open(open_file(path), "rb") as file:
         size, header = os.fstat(file.fileno()).st_size, file.read(len(expected))
-    if with_checksum_of(header, UNKNOWN) != expected:
+    if replace_checksum(header, UNKNOWN) != expected:
         raise Refused(f"{path}: is of another source or other options; name an empty folder, or delete what is there")
     num_bytes = conversion.num_bytes(path.name)
     if size != num_bytes:
-        raise Refused(f"{path}: has {size} bytes instead of {num_bytes}, it is broken; delete it and start again")
+        raise Refused(f"{path}: has {size} bytes instead of {num_bytes}, it is damaged; delete it and start again")
     return True
 
 
-def check_disk(out, num_bytes, files):
-    """Refuse to begin what will not fit; a partial one of `files` counts as free, for it is written anew."""
-    partials = [out / (file + PARTIAL) for file in files]
+def check_disk(out: Path, num_bytes: int, shards: Iterable[str]) -> None:
+    """Refuse a conversion that does not fit; the partial file of a shard counts as free, as it is overwritten."""
+    partials = [out / (shard + PARTIAL) for shard in shards]
     partial = sum(path.stat().st_size for path in partials if path.exists())
     free = shutil.disk_usage(out).free + partial
     if num_bytes and num_bytes + SPARE_BYTES > free:
         raise Refused(
-            f"{out}: {num_bytes / 1e9:.2f} GB are still to be written and 1 GB is to stay free, "
+            f"{out}: {num_bytes / 1e9:.2f} GB remain to be written and 1 GB must stay free, "
             f"the disk has {free / 1e9:.2f} GB; free some, or choose fewer bits"
         )
 
@@ -184,56 +197,63 @@ def check_disk(out, num_bytes, files):
 # Reading it back
 
 
-def verify(conversion, out, num_threads):
-    """The checksum of every file, and every tensor against the source -> what differs, a line each.
+def verify(conversion: Conversion, out: Path, num_threads: int) -> tuple[list[str], dict[str, float]]:
+    """Check the checksum of every shard, and every tensor against the source.
 
-    A copied tensor must be equal byte by byte. A quantized one must hold, for the scales it has, the codes that the
-    source gives; its error is summed up by role.
+    -> (a line for each difference, {role and format: relative error of its quantized matrices}). A copied tensor must
+    be equal byte by byte. A quantized one must hold, for the scales it has, the codes that the source gives.
     """
     index, reader = read_index(out), FileReader()
-    problems, errors = [], {}
-    progress = ConversionProgress("verify", sum((out / file).stat().st_size for file in conversion.shards))
+    problems: list[str] = []
+    errors: dict[str, list[float]] = {}  # role and format -> [sum of squared errors, sum of squares]
+    progress = ConversionProgress("verify", sum((out / shard).stat().st_size for shard in conversion.shards))
     try:
-        for file, groups in conversion.shards.items():
-            if checksum(out / file) != read_header(out / file)[1].get(CHECKSUM):
-                problems.append(f"{file}: its bytes do not have the checksum of its header")
-            work = [item for group in groups for item in group.items]
-            found = in_threads(lambda item: compare(item, conversion, index, reader), work, num_threads)
-            for item, (problem, role, error, power) in zip(work, found, strict=True):
+        for shard, groups in conversion.shards.items():
+            if checksum(out / shard) != read_header(out / shard)[1].get(CHECKSUM):
+                problems.append(f"{shard}: its bytes do not have the checksum of its header")
+            items = [item for group in groups for item in group.items]
+            found = in_threads(lambda item: compare_item(item, conversion, index, reader), items, num_threads)
+            for item, (problem, role, error, power) in zip(items, found, strict=True):
                 problems += [problem] if problem else []
-                total = errors.setdefault(role, [0.0, 0.0])
-                total[0], total[1] = total[0] + error, total[1] + power
-                progress.add(sum(part.num_bytes for part in item.parts), file)
-            progress.end_of_file(file)
+                if role:
+                    sums = errors.setdefault(role, [0.0, 0.0])
+                    sums[0] += error
+                    sums[1] += power
+                progress.add(sum(tensor.num_bytes for tensor in item.tensors), shard)
+            progress.shard_done(shard)
     finally:
         reader.close()
-    return problems, {role: (error / power) ** 0.5 for role, (error, power) in errors.items() if role and power}
+    return problems, {role: (error / power) ** 0.5 for role, (error, power) in errors.items() if power}
 
 
-def compare(item, conversion, index, reader):
-    """One matrix or copy, read from both -> (problem or None, role, sum of squared errors, sum of squares)."""
+def compare_item(
+    item: Item, conversion: Conversion, index: TensorIndex, reader: FileReader
+) -> tuple[str | None, str | None, float, float]:
+    """Read one matrix or copy from both sides.
+
+    -> (problem or None, role and format or None for a copy, sum of squared errors, sum of squares)
+    """
     if not isinstance(item, ConvertedMatrix) or item.target is None:
-        for part, before in zip(item.parts, item.tensors(conversion.reader), strict=True):
-            after = read_entry_bytes(reader, index.find_entry(part.name))
+        for tensor, before in zip(item.tensors, item.read_contents(conversion.reader), strict=True):
+            after = read_entry_bytes(reader, index.find_entry(tensor.name))
             if not torch.equal(after, before):
-                return f"{part.name}: is not a copy of the source's", None, 0.0, 0.0
+                return f"{tensor.name}: is not a copy of the source's", None, 0.0, 0.0
         return None, None, 0.0, 0.0
     stored = find_stored_weight(index, item.name, (item.stored.rows, item.stored.columns))
     problem, error, power = None, 0.0, 0.0
     for start, stop in row_blocks(stored.rows, stored.columns):
         source = read_stored_weight(conversion.reader, item.stored.slice_rows(start, stop)).dequantize()
         weight = read_stored_weight(reader, stored.slice_rows(start, stop))
-        if weight.format != item.target or not torch.equal(
-            quantize_with_scales(source, weight.scales, item.target), weight.data
-        ):
+        codes = quantize_with_scales(source, weight.scales, item.target)
+        if weight.format != item.target or not torch.equal(codes, weight.data):
             problem = f"{item.name}: its codes are not those of the source"
         error += (weight.dequantize() - source).square_().sum(dtype=torch.float64).item()
         power += source.square().sum(dtype=torch.float64).item()
     return problem, f"{item.role} {item.target}", error, power
 
 
-def checksum(path):
-    """SHA-256 of all that follows the header of a safetensors file."""
+def checksum(path: Path) -> str:
+    """SHA-256 of all bytes after the header of a safetensors file."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         file.seek(8 + int.from_bytes(file.read(8), "little"))
@@ -245,7 +265,7 @@ def checksum(path):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def main(arguments):
+def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", type=Path, metavar="SRC")
     parser.add_argument("out", type=Path, metavar="DST")
@@ -274,23 +294,24 @@ def main(arguments):
     except OSError as error:
         print(f"convert: {error.filename or args.out}: {error.strerror}", file=sys.stderr)
     except KeyboardInterrupt:
-        print("\nconvert: interrupted; the same command goes on with the file it was at", file=sys.stderr)
+        print("\nconvert: interrupted; the same command continues with the file it was at", file=sys.stderr)
         return 130
     return 2
 
 
-def run(args, options):
+def run(args: argparse.Namespace, options: ConversionOptions) -> int:
     if not args.source.is_dir():
         raise Refused(f"{args.source}: no such folder; SRC must name a Hugging Face snapshot folder")
     if args.out.exists() and not args.out.is_dir():
         raise Refused(f"{args.out}: is a file; DST must name a folder")
     if args.out.exists() and args.out.samefile(args.source):
         raise Refused(f"{args.out}: is SRC itself, which is never written; name another folder")
-    started, conversion = time.monotonic(), Conversion(args.source, options)
+    started = time.monotonic()
+    conversion = Conversion(args.source, options)
     try:
-        with locked(args.out):
+        with locked_folder(args.out):
             written = convert(conversion, args.out, max(1, args.threads))
-            size = sum((args.out / file).stat().st_size for file in conversion.shards)
+            size = sum((args.out / shard).stat().st_size for shard in conversion.shards)
             before = sum(entry.num_bytes for entry in conversion.index.entries.values())
             seconds = time.monotonic() - started
             sizes = f"{size / 1e9:.3f} GB from {before / 1e9:.3f} GB"
@@ -306,13 +327,13 @@ def run(args, options):
         conversion.reader.close()
 
 
-def report(problems, errors):
-    """Print what verify found -> exit code."""
+def report(problems: list[str], errors: dict[str, float]) -> int:
+    """Print the result of verify -> exit code."""
     for role, error in errors.items():
         print(f"{role}: relative error {error:.4f} (root of squared errors over squares)")
-    for problem in problems[:MAX_ERRORS]:
+    for problem in problems[:MAX_LISTED]:
         print(f"DIFFERS {problem}")
-    print(f"verify: {len(problems)} differences" if problems else "verify: every file and every matrix is right")
+    print(f"verify: {len(problems)} differences" if problems else "verify: no differences")
     return 1 if problems else 0
 
 

@@ -8,7 +8,7 @@ from dev.synthetic.pool import Pool
 from dev.synthetic.structure import CONSTANT
 from kernels.formats import DTYPES, FLOATS, FORMATS, FP8, WeightFormat
 from kernels.quantize import quantize, quantize_fp8
-from scripts.container import part_of, weight_parts
+from scripts.container import make_tensor, weight_tensors
 
 MOST_VALUES = 1 << 25  # in a pool: tens of MB
 
@@ -56,8 +56,8 @@ class Filler:
         """A Tensor -> its Parts: scales, if its format has any, and data."""
         fmt = self.formats.of(tensor)
         if len(tensor.shape) == 1:
-            return [part_of(tensor.name, str(fmt).upper(), tensor.shape)]
-        return weight_parts(tensor.name, fmt, *tensor.shape, self.scale_dtype)
+            return [make_tensor(tensor.name, str(fmt).upper(), tensor.shape)]
+        return weight_tensors(tensor.name, fmt, *tensor.shape, self.scale_dtype)
 
     def stamps(self, groups):
         """Names of packed tensors (of experts their shared prefix) -> format names, for the metadata of a file."""

@@ -1,4 +1,4 @@
-"""scripts/convert.py: what is written, that it is the model it came from, and that nothing is lost on the way."""
+"""scripts/convert.py: the shards it writes, their equality with the source, interruptions, refusals."""
 
 import fcntl
 import json
@@ -44,7 +44,7 @@ def contents(folder):
 
 
 def dequantized(container, out):
-    """The same model with every matrix widened to F32, under its own names."""
+    """The same model with every matrix dequantized to F32, under its own names."""
     config, family = read_config(container)
     index, reader, tensors = read_index(container), FileReader(), {}
     dense, disk = DenseTensors(config, family, index), ExpertDisk(config, family, index, reader)
@@ -75,8 +75,8 @@ def test_a_container_is_the_model_of_its_dequantized_weights(tmp_path, load, ora
     plain = load(dequantized(tmp_path / "out", tmp_path / "plain"))
     assert {fmt.name for fmt in plain.disk.formats()} == {"f32"}
     torch.testing.assert_close(logits, all_logits(plain.model, ids), atol=2e-5, rtol=0)
-    # The C kernels add up in an order of their own for each format; torch widens and does the same arithmetic, but
-    # for a last bit: its products depend on where in memory a matrix begins.
+    # The C kernels add up in an order of their own for each format; torch dequantizes and does the same arithmetic,
+    # up to the last bit: its products depend on where in memory a matrix begins.
     exact = [load(tmp_path / folder, KERNELS="reference", EXACT=1).model for folder in ("out", "plain")]
     torch.testing.assert_close(*(all_logits(model, ids) for model in exact), atol=2e-5, rtol=0)
     assert loaded.model.experts.counters.misses > 0
@@ -140,7 +140,7 @@ def test_an_expert_is_one_aligned_read(container):
         }
 
 
-def test_what_becomes_of_each_kind_of_tensor(container):
+def test_the_format_of_each_kind_of_tensor(container):
     index, source = read_index(container), read_index(TINY)
     for name, entry in source.entries.items():
         copy = index.entries[name]
@@ -170,7 +170,7 @@ def test_files_are_ordinary_safetensors(container):
     reader.close()
 
 
-def test_what_comes_along(container):
+def test_the_companion_files_are_copied(container):
     for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
         assert (container / name).read_bytes() == (TINY / name).read_bytes()
     assert (container / "chat_template.jinja").read_bytes() == (TINY / "chat_template.jinja").read_bytes()
@@ -204,7 +204,7 @@ FORMATS_OF_MODES = {
 
 @pytest.mark.parametrize("name", FORMATS_OF_MODES)
 def test_every_mode_runs_on_every_format(name, tmp_path, load, monkeypatch, capsys):
-    """Each mode through the door, its numbers held against the same weights widened to F32."""
+    """Each mode of colibri.run gives the numbers of the same weights dequantized to F32."""
     options, formats = FORMATS_OF_MODES[name]
     folder, plain = tmp_path / "out", tmp_path / "plain"
     if options is None:
@@ -267,30 +267,30 @@ def test_killed_and_started_again_the_bytes_are_the_same(container, tmp_path):
         files = {path.name for path in out.glob("*.safetensors")}
         if len(files) < 7:
             break
-        for path in out.iterdir():  # it was too quick
+        for path in out.iterdir():  # it ended before the signal
             path.unlink()
     assert 2 <= len(files) < 7
     times = {name: (out / name).stat().st_mtime_ns for name in files}
     assert run(TINY, out, "--threads", 3) == 0
-    assert {name: (out / name).stat().st_mtime_ns for name in files} == times  # what was whole is not written again
+    assert {name: (out / name).stat().st_mtime_ns for name in files} == times  # complete files are not written again
     assert contents(out) == contents(container)
 
 
 def test_an_interruption_in_the_middle_of_a_file(container, tmp_path, monkeypatch, capsys):
-    plain, asked = convert.Conversion.expert, []
+    plain, asked = convert.Conversion.expert_group, []
 
     def interrupted(self, layer, expert, role):
         group = plain(self, layer, expert, role)
         if (layer, expert) == (2, 7):
-            tensors = group.tensors
-            group.tensors = lambda reader: (
-                asked.append(1) or (_ for _ in ()).throw(KeyboardInterrupt) or tensors(reader)
+            read_contents = group.read_contents
+            group.read_contents = lambda reader: (
+                asked.append(1) or (_ for _ in ()).throw(KeyboardInterrupt) or read_contents(reader)
             )
         return group
 
-    monkeypatch.setattr(convert.Conversion, "expert", interrupted)
+    monkeypatch.setattr(convert.Conversion, "expert_group", interrupted)
     assert run(TINY, tmp_path / "out") == 130 and asked
-    assert "goes on with the file it was at" in capsys.readouterr().err
+    assert "continues with the file it was at" in capsys.readouterr().err
     assert len(list((tmp_path / "out").glob("*.safetensors"))) == 3
     assert len(list((tmp_path / "out").glob("*.partial"))) == 1
     monkeypatch.undo()
@@ -312,8 +312,8 @@ def test_another_conversion_in_the_folder_is_refused(container, tmp_path, capsys
     (("--experts", 4), ("--experts", 3)),
     (("--scales", "F32"), ("--group", 32)),  # as many bytes, and as many scales of half the width
 ])  # fmt: skip
-def test_files_of_other_options_are_not_gone_on_with(tmp_path, first, second, capsys):
-    """Also where the files that are there have the length of those that would be written."""
+def test_files_of_other_options_are_refused(tmp_path, first, second, capsys):
+    """Also where the existing files have the size of those that would be written."""
     assert run(TINY, tmp_path / "out", *first) == 0
     for path in sorted((tmp_path / "out").glob("*.safetensors"))[4:]:
         path.unlink()
@@ -326,7 +326,7 @@ def test_files_of_other_options_are_not_gone_on_with(tmp_path, first, second, ca
 
 @pytest.mark.parametrize("place", ["first", "middle", "last"])
 def test_a_source_that_changed_is_noticed(tmp_path, place, capsys):
-    """No header tells of it: its first byte of data, its last, or a fifteenth of it in the middle."""
+    """The header stays equal: the first byte of data, the last, or a fifteenth of the data in the middle changes."""
     source = copy_of("glm_moe_dsa", tmp_path / "source", lambda tensors: None)
     assert run(source, tmp_path / "out") == 0
     path = source / "model.safetensors"
@@ -379,7 +379,7 @@ def test_an_index_of_other_files_is_refused(tmp_path, capsys):
 
 
 def test_partial_files_of_others_are_left_alone(tmp_path, monkeypatch, capsys):
-    """And they are not counted as room."""
+    """They do not count as free either."""
     (tmp_path / "film.partial").write_bytes(bytes(2_000_000))
     usage = shutil.disk_usage(tmp_path)
     free = convert.SPARE_BYTES + 1000
@@ -397,7 +397,7 @@ def test_an_interrupted_verify_says_that_it_starts_anew(container, monkeypatch, 
     monkeypatch.setattr(convert, "checksum", interrupted)
     assert run(TINY, container, "--verify") == 130
     printed = capsys.readouterr().err
-    assert "verifying starts anew" in printed and "goes on with the file" not in printed
+    assert "verifying starts anew" in printed and "continues with the file" not in printed
 
 
 @pytest.mark.parametrize("name", ["data", "scales", "copy"])
@@ -424,7 +424,7 @@ def test_verify_finds_what_was_changed(container, tmp_path, name, capsys):
     assert f"DIFFERS {tensor.removesuffix('.qs')}" in printed and "verify: 2 differences" in printed
 
 
-def test_verify_says_how_far_values_moved(container, capsys):
+def test_verify_prints_the_relative_error(container, capsys):
     assert run(TINY, container, "--verify") == 0
     lines = dict(line.split(": relative error ") for line in capsys.readouterr().out.splitlines() if "relative" in line)
     errors = {role: float(text.split()[0]) for role, text in lines.items()}
@@ -438,7 +438,7 @@ def test_verify_says_how_far_values_moved(container, capsys):
 
 
 def test_a_container_is_not_quantized_twice(container, tmp_path, capsys):
-    """As few bits already: copied as it is, and only laid out anew."""
+    """A matrix with as few bits already is copied; only the layout changes."""
     assert run(container, tmp_path / "again", "--verify") == 0
     before, after = read_index(container), read_index(tmp_path / "again")
     reader = FileReader()
@@ -542,7 +542,7 @@ def test_weights_whose_scales_do_not_fit_f16(tmp_path, factor, capsys):
     name = "model.layers.0.self_attn.o_proj.weight"
     source = copy_of("glm_moe_dsa", tmp_path / "source", lambda tensors: tensors[name].mul_(factor))
     assert run(source, tmp_path / "out") == 2
-    assert f"tensor {name}: its scales are out of what F16 holds; take --scales F32" in capsys.readouterr().err
+    assert f"tensor {name}: its scales are outside the range of F16; use --scales F32" in capsys.readouterr().err
     assert run(source, tmp_path / "out32", "--scales", "F32", "--verify") == 0
 
 
