@@ -510,7 +510,7 @@ def measure(args, settings, loaded, peaks, ids, source, decode, limit, pyplot):
         "num_experts": len(loaded.disk.places),
         "resident_bytes_read": costs.resident_bytes,
         "expert_bytes_per_row": costs.expert_bytes,
-        "kv_bytes_per_token": cost.kv_bytes_stored(config, has_indexer),
+        "kv_bytes_per_token": cost.kv_bytes_per_token(config, has_indexer),
         "kv_bytes_read_per_row": costs.row_kv_bytes,
         "c_mid": c_mid,
         "decode_flops": costs.row_flops,

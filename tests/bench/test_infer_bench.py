@@ -59,7 +59,7 @@ SCORED = 2 * 3 * (2 + 1)  # of an indexer for each position
 def test_weights_of_a_token(toy):
     assert cost.matrix_weights(toy) == 2 * ATTENTION + INDEX_KEYS + MLP + MOE
     assert cost.matrix_weights(toy, has_indexer=False) == 2 * ATTENTION + MLP + MOE
-    assert cost.choice_weights(toy) == CHOICE
+    assert cost.selection_weights(toy) == CHOICE
 
 
 def test_operations_of_a_token(toy):
@@ -77,8 +77,8 @@ def test_a_prompt_costs_what_its_tokens_do_but_for_logits(toy, length, has_index
 
 
 def test_bytes_of_a_row(toy):
-    assert cost.kv_bytes_stored(toy) == 4 * (2 * 4 + 2)
-    assert cost.kv_bytes_stored(toy, has_indexer=False) == 4 * 2 * 4
+    assert cost.kv_bytes_per_token(toy) == 4 * (2 * 4 + 2)
+    assert cost.kv_bytes_per_token(toy, has_indexer=False) == 4 * 2 * 4
     assert cost.kv_bytes_read(toy, 3) == 4 * 2 * 3 * 4
     assert cost.kv_bytes_read(toy, 9) == 4 * (2 * 4 * 4 + 9 * 2)
     assert cost.kv_bytes_read(toy, 9, has_indexer=False) == 4 * 2 * 9 * 4
@@ -86,9 +86,7 @@ def test_bytes_of_a_row(toy):
 
 def test_bytes_of_weights(toy):
     weight = Weight(torch.zeros(3, 5, dtype=torch.bfloat16), 5, FLOATS["BF16"])
-    assert cost.held_bytes(weight) == 30 and cost.held_bytes(torch.zeros(7)) == 28 and cost.held_bytes(None) == 0
-    assert cost.expected_experts(8, 2, 1) == pytest.approx(2)
-    assert cost.expected_experts(8, 2, 3) == pytest.approx(8 * (1 - 0.75**3))
+    assert cost.weight_bytes(weight) == 30 and cost.weight_bytes(torch.zeros(7)) == 28 and cost.weight_bytes(None) == 0
 
 
 def test_a_step_reads_what_is_resident_once(load):
@@ -98,7 +96,7 @@ def test_a_step_reads_what_is_resident_once(load):
     # Weights begin on lines of 64 bytes, which the resident bytes count.
     assert 0 <= everything - cost.dense_bytes_read(weights, config, 1000) < 64 * len(loaded.dense.matrices)
     saved = cost.dense_bytes_read(weights, config, 1000) - cost.dense_bytes_read(weights, config, 256)
-    assert saved == 3 * 2 * cost.choice_weights(config)  # bf16, three layers
+    assert saved == 3 * 2 * cost.selection_weights(config)  # bf16, three layers
 
 
 def test_bytes_of_an_expert(load):

@@ -282,7 +282,7 @@ def test_costs_are_those_of_the_weights(load, name):
     kv = make_kv_cache(config, 50)
     assert kv.num_bytes == 4 * sum(tensor.numel() for tensor in kv.tensors)
     of_mtp = sum(config.kv_widths) + (config.index_head_dim if config.indexer_types else 0)
-    assert 50 * (cost.kv_bytes_stored(config, dense.has_indexer) + 4 * of_mtp) == kv.num_bytes
+    assert 50 * (cost.kv_bytes_per_token(config, dense.has_indexer) + 4 * of_mtp) == kv.num_bytes
 
 
 # --- conversion -------------------------------------------------------------------------------------------------------

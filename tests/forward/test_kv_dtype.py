@@ -108,7 +108,7 @@ def test_a_state_takes_half_the_memory(load, model):
     assert BatchKvCache.empty(model.config, 100, num_rows=3).bytes == 3 * kv.num_bytes
     asked = load(FIXTURES / "glm_moe_dsa_mtp", KV_DTYPE="bf16", CTX=100)
     assert asked.plan.kv_bytes == kv.num_bytes
-    for count in (cost.kv_bytes_stored, lambda config: cost.kv_bytes_read(config, 50)):
+    for count in (cost.kv_bytes_per_token, lambda config: cost.kv_bytes_read(config, 50)):
         assert 2 * count(model.config) == count(plain.config)
 
 
