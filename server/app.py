@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeVar
 
 from starlette.applications import Starlette
@@ -16,7 +17,6 @@ from server.http_service import HttpService
 from server.metrics import CONTENT_TYPE
 from server.openai.api_error import ApiError
 from server.openai.chat_request import read_chat_request, render_chat
-from server.openai.choice_stream import ChoiceStream
 from server.openai.completion_request import read_completion_request
 from server.openai.request_fields import RequestFields, parse_object
 from server.openai.responses import ChatResponseBuilder, CompletionResponseBuilder, ResponseBuilder
@@ -73,9 +73,14 @@ async def on_fault(request: Request, error: Exception) -> Response:
     return await on_api_error(request, ApiError(500, "internal error", code="internal_error"))
 
 
+async def respond(request: Request, builder: ResponseBuilder) -> Response:
+    params = builder.generation.params
+    return EventStream(builder, params.includes_usage) if params.is_stream else await json_response(request, builder)
+
+
+@dataclass
 class Routes:
-    def __init__(self, service: HttpService):
-        self.service = service
+    service: HttpService
 
     async def read_request(self, request: Request, read: Callable[[RequestFields, HttpService], T]) -> T:
         """Return what `read` makes of the fields of the body. It runs in the tokenizer's thread."""
@@ -91,36 +96,15 @@ class Routes:
 
         return await asyncio.get_running_loop().run_in_executor(self.service.worker, parse_and_read)
 
-    async def respond(self, request: Request, builder: ResponseBuilder) -> Response:
-        params = builder.generation.params
-        if params.is_stream:
-            return EventStream(builder, params.includes_usage)
-        return await json_response(request, builder)
-
     async def chat_completions(self, request: Request) -> Response:
-        chat_request = await self.read_request(request, read_chat_request)
-        params = chat_request.params
-
-        def make_choice() -> ChoiceStream:
-            return ChoiceStream(self.service.tokenizer, params.stop_strings, chat_request.make_parser())
-
-        generation = Generation(self.service, [chat_request.chat.ids], params, make_choice)
-        return await self.respond(request, ChatResponseBuilder(self.service, chat_request.with_logprobs, generation))
+        asked = await self.read_request(request, read_chat_request)
+        generation = Generation(self.service, [asked.chat.ids], asked.params, asked.make_parser)
+        return await respond(request, ChatResponseBuilder(generation))
 
     async def completions(self, request: Request) -> Response:
-        completion_request = await self.read_request(request, read_completion_request)
-        params = completion_request.params
-        prompts = completion_request.prompts
-        echo = completion_request.echo
-        with_logprobs = params.top_logprobs is not None
-
-        def make_choice() -> ChoiceStream:
-            return ChoiceStream(self.service.tokenizer, params.stop_strings, ReplyParser())
-
-        ids = [prompt.ids for prompt in prompts]
-        generation = Generation(self.service, ids, params, make_choice, echo and with_logprobs)
-        builder = CompletionResponseBuilder(self.service, with_logprobs, generation, prompts if echo else None)
-        return await self.respond(request, builder)
+        asked = await self.read_request(request, read_completion_request)
+        generation = Generation(self.service, [prompt.ids for prompt in asked.prompts], asked.params, ReplyParser)
+        return await respond(request, CompletionResponseBuilder(generation, asked.prompts if asked.echo else None))
 
     async def models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self.service.model_entry()]})

@@ -9,7 +9,7 @@ from contextlib import suppress
 from generate.request import Finished, Job, NewToken, Prefilled, QueueFull, Request, Started
 from server.http_service import HttpService
 from server.openai.api_error import ApiError, JsonObject
-from server.openai.choice_stream import ChoiceDelta, ChoiceStream
+from server.openai.choice_stream import ChoiceDelta, ChoiceStream, Parser
 from server.openai.sampling_params import SamplingParams
 
 RETRY_SECONDS = 0.2  # after which a full queue is tried again
@@ -24,18 +24,14 @@ class Generation:
     are submitted while others end."""
 
     def __init__(
-        self,
-        service: HttpService,
-        prompts: list[list[int]],
-        params: SamplingParams,
-        make_choice: Callable[[], ChoiceStream],
-        prompt_logprobs: bool = False,
+        self, service: HttpService, prompts: list[list[int]], params: SamplingParams, make_parser: Callable[[], Parser]
     ):
         self.service = service
         self.params = params
         self.prompts = prompts
-        self.prompt_logprobs = prompt_logprobs
-        self.choices = [make_choice() for _ in range(len(prompts) * params.n)]
+        self.choices = [
+            ChoiceStream(service.tokenizer, params.stop_strings, make_parser()) for _ in range(len(prompts) * params.n)
+        ]
         self.loop = asyncio.get_running_loop()
         self.has_event = asyncio.Event()
         self.events: deque[tuple[int, Event, float]] = deque()  # (prompt, event, time)
@@ -83,7 +79,7 @@ class Generation:
             top_k=params.top_k,
             num_samples=params.n,
             top_logprobs=params.top_logprobs,
-            prompt_logprobs=self.prompt_logprobs,
+            prompt_logprobs=params.prompt_logprobs,
             conversation=params.conversation,
         )
 
@@ -145,7 +141,7 @@ class Generation:
             self.service.metrics.prompt_started(len(self.prompts[prompt]), event.cached_tokens)
             return
         if isinstance(event, Prefilled):
-            if self.prompt_logprobs:
+            if self.params.prompt_logprobs:
                 yield prompt, event
             return
         number = prompt * self.params.n + event.row

@@ -3,18 +3,15 @@
 import itertools
 import os
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from generate.scheduler import Scheduler
 from load.model import LoadedModel
 from server.metrics import Metrics
 from server.openai.api_error import ApiError, JsonObject
 from server.openai.request_fields import RequestFields
 from server.service import Service
-from text.tokenizer import TextTokenizer
 
 KEEP_ALIVE_SECONDS = 10  # between two comments in a stream without events
 SEED_STEP = 0x9E3779B97F4A7C15  # odd, so that every request without a seed has one of its own
@@ -23,16 +20,9 @@ SEED_STEP = 0x9E3779B97F4A7C15  # odd, so that every request without a seed has 
 class HttpService(Service):
     keep_alive: float = KEEP_ALIVE_SECONDS
 
-    def __init__(
-        self,
-        settings: Any,
-        loaded: LoadedModel,
-        scheduler: Scheduler,
-        tokenizer: TextTokenizer,
-        say: Callable[[str], None],
-    ):
-        super().__init__(settings, loaded, scheduler, tokenizer, say)
-        self.metrics = Metrics(loaded.model, scheduler)
+    def __init__(self, settings: Any, loaded: LoadedModel, *arguments: Any):
+        super().__init__(settings, loaded, *arguments)
+        self.metrics = Metrics(loaded.model, self.scheduler)
         self.folder: Path = loaded.folder
         self.model_id = Path(os.path.abspath(loaded.folder)).name
         self.vocab_size: int = loaded.config.vocab_size
@@ -56,19 +46,14 @@ class HttpService(Service):
     def check_length(self, ids: list[int]) -> None:
         """ApiError unless the context has room for the prompt and one more token."""
         if len(ids) > self.context:
-            raise ApiError(
-                400,
-                f"the prompt has {len(ids)} tokens, the context of this server is {self.context} (CTX); "
-                "shorten the prompt",
-                code="context_length_exceeded",
-            )
+            message = f"the prompt has {len(ids)} tokens, the context of this server {self.context} (CTX); shorten it"
+            raise ApiError(400, message, code="context_length_exceeded")
 
     def check_model(self, fields: RequestFields) -> None:
         name = fields.text("model", None)
         if name not in (None, self.model_id):
-            raise ApiError(
-                404, f"model: this server has no {name!r}; use {self.model_id!r}", "model", "model_not_found"
-            )
+            message = f"model: this server has no {name!r}; use {self.model_id!r}"
+            raise ApiError(404, message, "model", "model_not_found")
 
     def model_entry(self) -> JsonObject:
         """Return the entry of /v1/models."""

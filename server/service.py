@@ -10,19 +10,13 @@ from text.prompt import PromptPrefix, all_stop_ids, max_answer_tokens
 from text.tokenizer import TextTokenizer
 
 DEFAULT_TEMPERATURE = 0.7
+Say = Callable[[str], None]
 
 
 class Service:
     """settings: temp, nucleus, seed, ngen, think and prefix of settings.py. say: prints a line to stderr."""
 
-    def __init__(
-        self,
-        settings: Any,
-        loaded: LoadedModel,
-        scheduler: Scheduler,
-        tokenizer: TextTokenizer,
-        say: Callable[[str], None],
-    ):
+    def __init__(self, settings: Any, loaded: LoadedModel, scheduler: Scheduler, tokenizer: TextTokenizer, say: Say):
         self.scheduler = scheduler
         self.tokenizer = tokenizer
         self.say = say

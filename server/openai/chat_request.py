@@ -8,14 +8,9 @@ from errors import Refused
 from server.http_service import HttpService
 from server.openai.api_error import ApiError, JsonObject
 from server.openai.chat_messages import read_messages, read_tool_choice, read_tools
+from server.openai.choice_stream import Parser
 from server.openai.request_fields import RequestFields, check_texts
-from server.openai.sampling_params import (
-    MAX_TOKENS,
-    MAX_TOP_LOGPROBS,
-    WITHOUT_EFFECT,
-    SamplingParams,
-    read_sampling_params,
-)
+from server.openai.sampling_params import MAX_TOP_LOGPROBS, WITHOUT_EFFECT, SamplingParams, read_sampling_params
 from text.chat_template import ChatTemplate
 from text.harmony import CHANNEL, MESSAGE, HarmonyParser
 from text.reply import THINK, THINK_END, ReplyParser
@@ -40,10 +35,9 @@ class RenderedChat:
 class ChatRequest:
     chat: RenderedChat
     params: SamplingParams
-    with_logprobs: bool
     one_call: bool
 
-    def make_parser(self) -> ReplyParser | HarmonyParser:
+    def make_parser(self) -> Parser:
         chat = self.chat
         if chat.reasoning == "harmony":
             return HarmonyParser(chat.tools, self.one_call, chat.answer_prefix)
@@ -55,7 +49,7 @@ def read_chat_request(fields: RequestFields, service: HttpService) -> ChatReques
     top_logprobs = fields.whole("top_logprobs", None, 0, MAX_TOP_LOGPROBS)
     if top_logprobs is not None and not with_logprobs:
         fields.refuse_value("top_logprobs", "needs logprobs to be true")
-    limits = [fields.whole(name, None, 1, MAX_TOKENS) for name in ("max_completion_tokens", "max_tokens")]
+    limits = [fields.whole(name, None, 1, 1 << 62) for name in ("max_completion_tokens", "max_tokens")]
     max_tokens = min((limit for limit in (*limits, service.max_tokens) if limit is not None), default=None)
     params = read_sampling_params(fields, service, max_tokens, (top_logprobs or 0) if with_logprobs else None)
     fields.require_neutral("service_tier", "auto", "default")
@@ -66,7 +60,7 @@ def read_chat_request(fields: RequestFields, service: HttpService) -> ChatReques
     is_parallel = fields.flag("parallel_tool_calls", True)
     chat = render_chat(fields, service)
     fields.refuse_unread(WITHOUT_EFFECT)
-    return ChatRequest(chat, params, with_logprobs, not is_parallel or chat.is_one_call)
+    return ChatRequest(chat, params, not is_parallel or chat.is_one_call)
 
 
 def render_chat(fields: RequestFields, service: HttpService) -> RenderedChat:

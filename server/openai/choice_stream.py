@@ -12,6 +12,8 @@ from text.stop_strings import StopStrings
 from text.stream_parser import Segment
 from text.tokenizer import TextTokenizer
 
+Parser = ReplyParser | HarmonyParser
+
 
 @dataclass(slots=True)
 class ChoiceDelta:
@@ -29,7 +31,7 @@ class ChoiceStream:
     """Text is held back while it may be the start of a stop string or half a character; the log-probabilities of its
     tokens are held back with it."""
 
-    def __init__(self, tokenizer: TextTokenizer, stop_strings: Iterable[str], parser: ReplyParser | HarmonyParser):
+    def __init__(self, tokenizer: TextTokenizer, stop_strings: Iterable[str], parser: Parser):
         self.detokenizer = Detokenizer(tokenizer)
         self.stop_strings = StopStrings(stop_strings)
         self.parser = parser

@@ -5,13 +5,7 @@ from typing import Any
 
 from server.http_service import HttpService
 from server.openai.request_fields import RequestFields, check_text
-from server.openai.sampling_params import (
-    MAX_TOKENS,
-    MAX_TOP_LOGPROBS,
-    WITHOUT_EFFECT,
-    SamplingParams,
-    read_sampling_params,
-)
+from server.openai.sampling_params import MAX_TOP_LOGPROBS, WITHOUT_EFFECT, SamplingParams, read_sampling_params
 
 DEFAULT_MAX_TOKENS = 16  # of the OpenAI API
 MAX_PROMPTS = 1024
@@ -32,12 +26,12 @@ class CompletionRequest:
 
 
 def read_completion_request(fields: RequestFields, service: HttpService) -> CompletionRequest:
-    max_tokens = fields.whole("max_tokens", DEFAULT_MAX_TOKENS, 0, MAX_TOKENS)
+    max_tokens = fields.whole("max_tokens", DEFAULT_MAX_TOKENS, 0, 1 << 62)
     if service.max_tokens is not None:
         max_tokens = min(max_tokens, service.max_tokens)
     top_logprobs = fields.whole("logprobs", None, 0, MAX_TOP_LOGPROBS)
-    params = read_sampling_params(fields, service, max_tokens, top_logprobs)
     echo = fields.flag("echo", False)
+    params = read_sampling_params(fields, service, max_tokens, top_logprobs, echo and top_logprobs is not None)
     fields.require_neutral("best_of", params.n)
     fields.require_neutral("suffix", "")
     prompts = read_prompts(fields, service)

@@ -2,13 +2,11 @@
 
 import secrets
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from generate.request import Prefilled
 from server.generation import Generation
-from server.http_service import HttpService
 from server.openai.api_error import JsonObject
 from server.openai.choice_stream import ChoiceDelta
 from server.openai.completion_request import CompletionPrompt
@@ -20,11 +18,10 @@ class ResponseBuilder:
 
     kind = chunk_kind = id_prefix = ""
 
-    def __init__(self, service: HttpService, with_logprobs: bool, generation: Generation):
-        self.model_id = service.model_id
-        self.with_logprobs = with_logprobs
-        self.formatter = LogprobFormatter(service.tokenizer)
+    def __init__(self, generation: Generation):
         self.generation = generation
+        self.with_logprobs = generation.params.top_logprobs is not None
+        self.formatter = LogprobFormatter(generation.service.tokenizer)
         self.id = f"{self.id_prefix}-{secrets.token_hex(12)}"
         self.created = int(time.time())
         self.logprobs: list[list[TokenLogprob]] = [[] for _ in generation.choices]
@@ -40,7 +37,7 @@ class ResponseBuilder:
         raise NotImplementedError
 
     def header(self, kind: str) -> JsonObject:
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model_id}
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.generation.service.model_id}
 
     def chunk(self, choice: JsonObject) -> JsonObject:
         return self.header(self.chunk_kind) | {"choices": [choice]}
@@ -62,24 +59,22 @@ class ChatResponseBuilder(ResponseBuilder):
         self.calls: list[list[JsonObject]] = [[] for _ in numbers]
         return [self.chunk(self.chunk_choice(number, {"role": "assistant", "content": ""})) for number in numbers]
 
-    def chunk_choice(self, number: int, delta: JsonObject, logprobs: Sequence[TokenLogprob] = ()) -> JsonObject:
-        entries = {"content": [self.formatter.chat_entry(entry) for entry in logprobs]} if logprobs else None
-        return {"index": number, "delta": delta, "logprobs": entries, "finish_reason": None}
+    def chunk_choice(self, number: int, delta: JsonObject) -> JsonObject:
+        return {"index": number, "delta": delta, "logprobs": None, "finish_reason": None}
+
+    def logprobs_content(self, logprobs: list[TokenLogprob]) -> list[JsonObject]:
+        return [self.formatter.chat_entry(entry) for entry in logprobs]
 
     def add(self, number: int, update: ChoiceDelta | Prefilled) -> list[JsonObject]:
-        if isinstance(update, Prefilled):
-            return []
+        assert isinstance(update, ChoiceDelta)
         self.logprobs[number] += update.logprobs
         deltas = [self.add_segment(number, kind, text) for kind, text in update.segments]
-        if not deltas and (update.logprobs or update.finish_reason):
-            deltas = [{}]
+        if update.finish_reason or (update.logprobs and not deltas):
+            deltas.append({})
         choices = [self.chunk_choice(number, delta) for delta in deltas]
-        if update.logprobs and self.with_logprobs:
-            choices[0] = self.chunk_choice(number, deltas[0], update.logprobs)
-        if update.finish_reason:
-            if deltas[-1]:
-                choices.append(self.chunk_choice(number, {}))
-            choices[-1]["finish_reason"] = update.finish_reason
+        if update.logprobs:
+            choices[0]["logprobs"] = {"content": self.logprobs_content(update.logprobs)}
+        choices[-1]["finish_reason"] = update.finish_reason
         return [self.chunk(choice) for choice in choices]
 
     def add_segment(self, number: int, kind: str, text: str) -> JsonObject:
@@ -104,11 +99,11 @@ class ChatResponseBuilder(ResponseBuilder):
             message["reasoning_content"] = texts["reasoning"]
         if calls:
             message["tool_calls"] = calls
-        entries = [self.formatter.chat_entry(entry) for entry in self.logprobs[number]]
+        content_logprobs = self.logprobs_content(self.logprobs[number])
         return {
             "index": number,
             "message": message,
-            "logprobs": {"content": entries, "refusal": None} if self.with_logprobs else None,
+            "logprobs": {"content": content_logprobs, "refusal": None} if self.with_logprobs else None,
             "finish_reason": self.generation.choices[number].finish_reason,
         }
 
@@ -119,10 +114,8 @@ class CompletionResponseBuilder(ResponseBuilder):
     kind = chunk_kind = "text_completion"
     id_prefix = "cmpl"
 
-    def __init__(
-        self, service: HttpService, with_logprobs: bool, generation: Generation, echoed: list[CompletionPrompt] | None
-    ):
-        super().__init__(service, with_logprobs, generation)
+    def __init__(self, generation: Generation, echoed: list[CompletionPrompt] | None):
+        super().__init__(generation)
         self.echoed = echoed
         self.n = generation.params.n
         self.texts = [""] * len(generation.choices)
@@ -157,22 +150,16 @@ class CompletionResponseBuilder(ResponseBuilder):
             for (token, logprob, top), offset in zip(prompt_logprobs, offsets, strict=True)
         ]
 
-    def add_text(
-        self, number: int, text: str, logprobs: list[TokenLogprob], finish_reason: str | None = None
-    ) -> JsonObject:
+    def add_text(self, number: int, text: str, logprobs: list[TokenLogprob], reason: str | None = None) -> JsonObject:
         self.texts[number] += text
         self.logprobs[number] += logprobs
-        return self.chunk(self.text_choice(number, text, logprobs if self.with_logprobs else [], finish_reason))
-
-    def text_choice(
-        self, number: int, text: str, logprobs: list[TokenLogprob], finish_reason: str | None
-    ) -> JsonObject:
         entries = self.formatter.completion_logprobs(logprobs) if logprobs else None
-        return {"text": text, "index": number, "logprobs": entries, "finish_reason": finish_reason}
+        return self.chunk({"text": text, "index": number, "logprobs": entries, "finish_reason": reason})
 
     def choice(self, number: int) -> JsonObject:
-        reason = self.generation.choices[number].finish_reason
-        choice = self.text_choice(number, self.texts[number], [], reason)
-        if self.with_logprobs:
-            choice["logprobs"] = self.formatter.completion_logprobs(self.logprobs[number])
-        return choice
+        return {
+            "text": self.texts[number],
+            "index": number,
+            "logprobs": self.formatter.completion_logprobs(self.logprobs[number]) if self.with_logprobs else None,
+            "finish_reason": self.generation.choices[number].finish_reason,
+        }

@@ -7,7 +7,6 @@ from server.openai.request_fields import RequestFields
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1000
-MAX_TOKENS = 1 << 62  # that may be asked for; what has no room in the context is cut off
 MAX_TOP_LOGPROBS = 20
 MAX_CACHE_KEY_LENGTH = 512
 SMALLEST_TOP_P = 1e-9
@@ -25,13 +24,18 @@ class SamplingParams:
     n: int
     stop_strings: tuple[str, ...]
     top_logprobs: int | None  # None: no log-probabilities
+    prompt_logprobs: bool
     is_stream: bool
     includes_usage: bool  # at the end of a stream
     conversation: str | None  # whose KV slot is kept, and saved
 
 
 def read_sampling_params(
-    fields: RequestFields, service: HttpService, max_tokens: int | None, top_logprobs: int | None
+    fields: RequestFields,
+    service: HttpService,
+    max_tokens: int | None,
+    top_logprobs: int | None,
+    prompt_logprobs: bool = False,
 ) -> SamplingParams:
     n = fields.whole("n", 1, 1, 1 << 20)
     if n > service.num_slots:
@@ -46,6 +50,7 @@ def read_sampling_params(
         n=n,
         stop_strings=read_stop_strings(fields),
         top_logprobs=top_logprobs,
+        prompt_logprobs=prompt_logprobs,
         is_stream=is_stream,
         includes_usage=read_stream_options(fields, is_stream),
         conversation=read_conversation(fields, service),

@@ -9,6 +9,7 @@ import ipaddress
 import secrets
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from starlette.responses import JSONResponse
@@ -19,6 +20,7 @@ from server.http_service import HttpService
 from server.openai.api_error import ApiError
 
 CLIENT_CLOSED_REQUEST = 499  # status that proxies log for a client that disconnected before its answer
+USAGE_NOTE = "colibri.usage"  # key of the scope: the token counts for the log line
 PATHS_WITHOUT_KEY = ("/health",)
 # For metrics; other names are the client's own.
 KNOWN_PATHS = "/health /metrics /v1/models /v1/chat/completions /v1/completions /tokenize /detokenize".split()
@@ -34,21 +36,18 @@ class AccessControl:
     def check(self, scope: Scope) -> None:
         """ApiError for a request that is not allowed."""
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        if not self.allows_url(f"//{headers.get('host', '')}"):
-            raise forbidden("Host", headers.get("host"))
-        if "origin" in headers and not self.allows_url(headers["origin"]):
-            raise forbidden("Origin", headers["origin"])
+        host = headers.get("host", "")
+        for name, url in (("host", f"//{host}"), ("origin", headers.get("origin", f"//{host}"))):
+            if not self.allows_url(url):
+                message = f"{name.title()} {headers.get(name)!r} is not allowed; ALLOWED_HOSTS of the server allows it"
+                raise ApiError(403, message, code=name)
         if self.api_key is None or scope["path"] in PATHS_WITHOUT_KEY:
             return
         scheme, _, key = headers.get("authorization", "").partition(" ")
         # compare_digest takes the same time wherever two keys differ.
         if scheme.lower() != "bearer" or not hmac.compare_digest(key.strip().encode("latin-1"), self.api_key):
-            raise ApiError(
-                401,
-                "the API key is missing or wrong; send it as Authorization: Bearer KEY",
-                code="invalid_api_key",
-                headers={"WWW-Authenticate": "Bearer"},
-            )
+            message = "the API key is missing or wrong; send it as Authorization: Bearer KEY"
+            raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
     def allows_url(self, url: str) -> bool:
         try:
@@ -56,12 +55,6 @@ class AccessControl:
         except ValueError:
             return False
         return "*" in self.hosts or name in self.hosts or name == "localhost" or is_address(name)
-
-
-def forbidden(header: str, value: str | None) -> ApiError:
-    return ApiError(
-        403, f"{header} {value!r} is not allowed; the server allows it with ALLOWED_HOSTS", code=header.lower()
-    )
 
 
 def is_address(name: str) -> bool:
@@ -72,13 +65,13 @@ def is_address(name: str) -> bool:
     return True
 
 
+@dataclass
 class AccessMiddleware:
     """Checks each request, gives it an id, counts it, and logs it when it is over."""
 
-    def __init__(self, app: ASGIApp, service: HttpService, access: AccessControl):
-        self.app = app
-        self.service = service
-        self.access = access
+    app: ASGIApp
+    service: HttpService
+    access: AccessControl
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -112,6 +105,3 @@ class AccessMiddleware:
         path = shorten(printable(scope["path"]))
         words = ["[http]", client, scope["method"], path, status, f"{seconds:.3f} s", scope.get(USAGE_NOTE), request_id]
         self.service.say(" ".join(word for word in words if word))
-
-
-USAGE_NOTE = "colibri.usage"  # key of the scope: the token counts for the log line

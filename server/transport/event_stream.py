@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from dataclasses import dataclass
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -17,12 +18,12 @@ class ClientDisconnected(Exception):
     """The client disconnected before its answer."""
 
 
+@dataclass
 class DisconnectWatch:
     """Aborts a generation when the client disconnects."""
 
-    def __init__(self, receive: Receive, generation: Generation):
-        self.receive = receive
-        self.generation = generation
+    receive: Receive
+    generation: Generation
 
     async def wait_for_disconnect(self) -> None:
         while (await self.receive())["type"] != "http.disconnect":
