@@ -18,7 +18,7 @@ EMBEDDED_SNAPSHOT = Path(__file__).resolve().parent / "models" / "tiny"
 VARIABLES = (
     "SNAP SCORE SERVE PROMPT REF REPLAY TF REPORT NGEN CTX CHAT THINK PREFIX "
     "TEMP NUCLEUS SEED DRAFT RAM_GB PREFILL_CHUNK TOPK TOPP EXACT KV_DTYPE KERNELS THREADS READ_MODE SNAP_MIRROR "
-    "LOOKAHEAD USAGE EXPERT_TIER ROUTE_TRACE HOST PORT API_KEY ALLOWED_HOSTS KV_SLOTS QUEUE KVSAVE XDG_CACHE_HOME TERM"
+    "LOOKAHEAD USAGE ROUTE_TRACE HOST PORT API_KEY ALLOWED_HOSTS KV_SLOTS QUEUE KVSAVE XDG_CACHE_HOME TERM"
 ).split()
 
 # A test holds this equal to kernels/dispatch.py, which is not imported here because torch is slow to import.
@@ -28,7 +28,6 @@ KV_DTYPES = ("f32", "bf16")
 READ_MODES = ("auto", "direct", "buffered")
 LOOKAHEADS = ("auto", "0", "1")
 MAX_DRAFT = 16
-TIERS = ("full", "reference")
 SERVERS = ("1", "stdio", "0")
 BITS = ("16", "8", "4", "2")
 # NGEN where it is not set: HTTP requests bound their answers themselves.
@@ -43,6 +42,7 @@ RENAMED = {
     "CAP_RAISE": "the argument cap",
     "CHAT_TEMPLATE": "CHAT=1",
     "IDOT": "EXACT=1",
+    "EXPERT_TIER": "bench/reference_tier.py",  # of an earlier version of this engine
     **dict.fromkeys("PREFETCH SPEC PILOT PILOT_K PILOT_REAL PILOT_TWO COUPLE COUPLE_K COUPLE_D".split(), "LOOKAHEAD"),
 }
 IGNORED = (
@@ -105,7 +105,6 @@ class Settings:
     snap_mirror: str | None
     lookahead: str  # whether the next layer's experts are read before they are asked for: auto, 0 or 1
     usage: bool  # learn over runs which experts a model uses
-    expert_tier: str  # full, or the plain one to compare with
     route_trace: str | None  # file that the chosen experts are appended to
     host: str  # address that the server listens on
     port: int  # 0 = any that is free
@@ -192,7 +191,6 @@ class Settings:
             snap_mirror=env.path("SNAP_MIRROR"),
             lookahead=env.one_of("LOOKAHEAD", LOOKAHEADS, "auto"),
             usage=env.flag("USAGE", True),
-            expert_tier=env.one_of("EXPERT_TIER", TIERS, "full"),
             route_trace=env.path("ROUTE_TRACE"),
             host=env.utf8("HOST") or "127.0.0.1",
             port=env.whole("PORT", 8000, 0, 65535),

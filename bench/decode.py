@@ -97,11 +97,12 @@ class AllCached:
     """Expert lookup without eviction policy or prefetch, for a model whose experts are all cached: the baseline."""
 
     def __init__(self, cache):
-        self.cache, self.lookahead = cache, PrefetchController("0", 1)
-        self.home = cache.home
+        self.cache = cache
+        self.prefetcher = PrefetchController("0", 1)
+        self.pool_index = cache.pool_index
 
     def request(self, layer, uses, chunk_rows):
-        self.batch = [(i, self.cache.resident[layer, expert][1]) for i, expert in enumerate(uses)]
+        self.batch = [(i, self.cache.cached[layer, expert][1]) for i, expert in enumerate(uses)]
         return nullcontext(self)
 
     def ready(self, start, stop):

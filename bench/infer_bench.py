@@ -136,11 +136,11 @@ class InferBench:
 
     def forget_experts(self):
         """None is in memory any more, nor in the page cache."""
-        for key in list(self.experts.resident):
-            self.experts.free_slot(key, self.experts.drop(key))
-        for place in self.loaded.disk.places.values():
+        for key in list(self.experts.cached):
+            self.experts.free_slot(key, self.experts.evict(key))
+        for layout in self.loaded.disk.layouts.values():
             for drive in self.loaded.disk.drives.usable:
-                drive.forget(place)
+                drive.drop_from_page_cache(layout)
 
     def run(self, batch, num_tokens, is_cold=False):
         """-> Timed."""
@@ -187,8 +187,8 @@ class InferBench:
 def layer_bytes(loaded, settings):
     """layer -> mean bytes of one of its experts in memory."""
     total, count = Counter(), Counter()
-    for (layer, _), place in loaded.disk.places.items():
-        total[layer] += cost.expert_bytes(place, settings.expert_bits)
+    for (layer, _), layout in loaded.disk.layouts.items():
+        total[layer] += cost.expert_bytes(layout, settings.expert_bits)
         count[layer] += 1
     return {layer: total[layer] / count[layer] for layer in total}
 
@@ -283,9 +283,9 @@ def count_parameters(loaded):
             counts[str(stored.format)] += stored.rows * stored.columns
         else:
             counts[stored.dtype.lower()] += math.prod(stored.shape)
-    for place in loaded.disk.places.values():
-        for piece in place.pieces:
-            counts[str(piece.format)] += piece.rows * piece.columns
+    for layout in loaded.disk.layouts.values():
+        for matrix in layout.matrices:
+            counts[str(matrix.format)] += matrix.rows * matrix.columns
     return dict(counts)
 
 
@@ -486,7 +486,7 @@ def measure(args, settings, loaded, peaks, ids, source, decode, limit, pyplot):
     bench, c_mid = InferBench(loaded, settings, ids, args.temperature), len(ids) + decode // 2
     costs = find_costs(loaded, bench.asked.bytes_of_layer, c_mid)
     dtypes = count_parameters(loaded)
-    reads_disk = bool(loaded.disk.places) and (args.cold or plan.num_expert_slots < len(loaded.disk.places))
+    reads_disk = bool(loaded.disk.layouts) and (args.cold or plan.num_expert_slots < len(loaded.disk.layouts))
     drive = measure_drives(loaded.disk) if reads_disk else None
     step_bytes = costs.resident_bytes + costs.expert_bytes + costs.row_kv_bytes
     card = {
@@ -507,7 +507,7 @@ def measure(args, settings, loaded, peaks, ids, source, decode, limit, pyplot):
         "weight_bytes": plan.dense_bytes + loaded.disk.stored_bytes,
         "resident_bytes": plan.dense_bytes,
         "slots": plan.num_expert_slots,
-        "num_experts": len(loaded.disk.places),
+        "num_experts": len(loaded.disk.layouts),
         "resident_bytes_read": costs.resident_bytes,
         "expert_bytes_per_row": costs.expert_bytes,
         "kv_bytes_per_token": cost.kv_bytes_per_token(config, has_indexer),

@@ -15,7 +15,8 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from experts.drive import Drive, DriveSpeed, time_reads
+from experts.drive import Drive, DriveSpeed
+from experts.drive_speed import time_reads
 from kernels import dispatch
 from machine.arena import Arena
 from machine.memory import peak_rss_bytes
@@ -148,18 +149,18 @@ def find_machine_peaks(threads, name=None, flops=None, bandwidth=None):
 
 def measure_drives(disk):
     """Bytes/s of plain reads of experts past the page cache, at the best of some queue depths; all drives together."""
-    size, places = disk.max_expert_bytes, list(disk.places.values())
+    size, layouts = disk.max_expert_bytes, list(disk.layouts.values())
     arena = Arena(max(DEPTHS) * size)
     buffers = [memoryview(arena.memory)[i * size : (i + 1) * size] for i in range(max(DEPTHS))]
-    count = min(len(places), max(*DEPTHS, round(DRIVE_BYTES * len(places) / disk.stored_bytes)))
-    sample = places[:: len(places) // count][:count]  # from everywhere in the files
+    count = min(len(layouts), max(*DEPTHS, round(DRIVE_BYTES * len(layouts) / disk.stored_bytes)))
+    sample = layouts[:: len(layouts) // count][:count]  # from everywhere in the files
     speed = 0.0
     for drive in disk.drives.usable:
-        mode = "direct" if drive.takes_direct(places[0]) else "buffered"
+        mode = "direct" if drive.supports_direct(layouts[0]) else "buffered"
         rates = []
         for depth in DEPTHS:
             seconds = time_reads(Drive(drive.root, drive.reader, DriveSpeed(mode, depth)), sample, buffers)
-            rates.append(sum(place.stored_bytes for place in sample) / seconds)
+            rates.append(sum(layout.stored_bytes for layout in sample) / seconds)
         speed += max(rates)
     return speed
 

@@ -1,23 +1,23 @@
-"""Replay a route trace through caches of several sizes and policies, without the model: what would have hit?
+"""Hit rates of a route trace under several eviction policies and cache sizes, replayed without the model.
 
     ROUTE_TRACE=run.jsonl PROMPT="..." python colibri.py
     python dev/replay_trace.py run.jsonl
     python dev/replay_trace.py run.jsonl --budgets 1/8,1/4,1/2 --csv run.csv --plot run.png
 
-A budget is a share of all experts of all layers. A request is an expert that a layer asks for in a chunk of rows, once
-however many rows want it; a hit is one that is resident then. Chunks of one row count as decode, others as prefill.
-The first half of the trace warms up and is not counted, unless --cold is given.
+A budget is a share of all experts of all layers. A request is an expert that a layer needs for a chunk of token rows,
+counted once for all rows; a hit is one that is cached then. Chunks of one row count as decode, others as prefill. The
+first half of the trace warms the cache up and is not counted, unless --cold is given.
 
-    LRU per layer    layers have equal shares; the expert used longest ago goes: EXPERT_TIER=reference
-    LRU global       the same over all layers in one
-    LFU, ageing      the expert used least often goes; all counts are halved every 500 tokens
-    colibri          aged frequency over all layers (experts/policy.py): what the engine does
-    fixed            always holds the experts that have most of the counted requests: it knows them in advance
-    Belady           an upper bound that knows the future: after each request what is asked for soonest stays, of any
-                     layer; it need not hold what was just used. It maximises decode and prefill together
+    LRU per layer    layers have equal shares; the least recently used expert is evicted (bench/reference_tier.py)
+    LRU global       the same with one budget over all layers
+    LFU, ageing      the least frequently used expert is evicted; all counts are halved every 500 tokens
+    colibri          decayed use counts with one budget over all layers (experts/policy.py): the engine's policy
+    fixed            always holds the experts with the most counted requests, known in advance
+    Belady           an upper bound that knows the future: the experts requested soonest stay, of any layer; what was
+                     just used need not stay. It maximizes decode and prefill together
 
 All but the last two keep a token's worth of experts of each layer, where the budget has that many. A token's experts
-are held together; those of a longer chunk are loaded one after another, the resident ones first.
+are cached together; those of a longer chunk are loaded one after another, the cached ones first.
 
 Exit code 2 for bad input, said in one line. --plot needs matplotlib.
 """
@@ -28,43 +28,45 @@ import heapq
 import math
 import sys
 from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from bench.reference_tier import LruPolicy
 from errors import Refused, printable
-from experts.policy import EvictionPolicy, LruPolicy
-from experts.route_trace import read_trace
+from experts.policy import EvictionPolicy, ExpertKey
+from experts.route_trace import Event, read_trace
 
 HALVED_EVERY = 500  # tokens
 PHASES = "decode", "prefill"
 
 
 class GlobalLru(LruPolicy):
-    """All layers in one, but for the floor."""
+    """One budget over all layers, of which each keeps its floor."""
 
-    def victim(self, protected, layer=None):
-        """As of ExpertPolicy: from layers with more than `floor` residents, or the asking one."""
-        layers = [other for other, held in self.residents.items() if len(held) > self.floor or other == layer]
+    def victim(self, protected: Collection[ExpertKey], layer: int | None = None) -> ExpertKey | None:
+        layers = [other for other, cached in self.cached.items() if len(cached) > self.floor or other == layer]
         keys = [key for other in layers if (key := self.oldest(other, protected)) is not None]
         return min(keys, key=lambda key: (self.score(key), key), default=None)
 
 
 class AgedLfu(EvictionPolicy):
-    """Counts of uses that are all halved now and then."""
+    """Use counts that are all halved every HALVED_EVERY tokens."""
 
-    def __init__(self, layers, num_experts, floor):
+    def __init__(self, layers: Sequence[int], num_experts: int, floor: int) -> None:
         super().__init__(layers, num_experts, floor)
         self.uses = {layer: [0.0] * num_experts for layer in layers}
         self.seen = dict.fromkeys(layers, 0)
-        for layer, state in self.layers.items():
-            state.score = self.uses[layer].__getitem__
-        self.worth = [1.0] * len(self.layers)
+        for layer, usage in self.layers.items():
+            usage.score = self.uses[layer].__getitem__  # type: ignore  # instead of decayed counts
+        self.wait_factors = [1.0] * len(self.layers)
 
-    def used(self, layer, uses, chunk_rows):
-        super().used(layer, uses, chunk_rows)
+    def record_uses(self, layer: int, uses: dict[int, int], chunk_rows: int) -> None:
+        super().record_uses(layer, uses, chunk_rows)
         counts, before = self.uses[layer], self.seen[layer] // HALVED_EVERY
         self.seen[layer] += chunk_rows
         halvings = self.seen[layer] // HALVED_EVERY - before
@@ -74,7 +76,8 @@ class AgedLfu(EvictionPolicy):
             counts[expert] += rows
 
 
-POLICIES = {
+Policy = EvictionPolicy | LruPolicy
+POLICIES: dict[str, Callable[[Sequence[int], int, int], Policy]] = {
     "LRU per layer": LruPolicy,
     "LRU global": GlobalLru,
     "LFU, ageing": AgedLfu,
@@ -84,35 +87,35 @@ POLICIES = {
 
 @dataclass(frozen=True)
 class Trace:
-    """A trace and from which event on it counts."""
+    """A route trace, counted from an event on."""
 
-    layers: list
+    layers: list[int]
     num_experts: int
     top_k: int
     slot_bytes: int
-    events: list  # (layer, rows, {expert: rows})
+    events: list[Event]
     counted_from: int
 
     @property
-    def total(self):
+    def total(self) -> int:
         """Experts of all layers."""
         return len(self.layers) * self.num_experts
 
-    def capacity(self, share):
+    def capacity(self, share: Fraction) -> int:
         return max(1, int(share * self.total))
 
     @cached_property
-    def keys(self):
-        """The keys that each event asks for."""
+    def keys(self) -> list[list[ExpertKey]]:
+        """The experts that each event requests."""
         return [[(layer, expert) for expert in uses] for layer, _, uses in self.events]
 
     @cached_property
-    def requests(self):
-        """The counted requests of each key."""
+    def requests(self) -> Counter[ExpertKey]:
+        """The counted requests of each expert."""
         return Counter(key for keys in self.keys[self.counted_from :] for key in keys)
 
 
-def load_trace(path, cold):
+def load_trace(path: Path, cold: bool) -> Trace:
     """Refused when nothing would be counted."""
     header, events = read_trace(path)
     trace = Trace(
@@ -121,64 +124,70 @@ def load_trace(path, cold):
         counted_from=0 if cold else len(events) // 2,
     )
     if not trace.requests:
-        raise Refused(f"{path}: holds no requests to count")
+        raise Refused(f"{path}: has no requests to count")
     return trace
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Caches of `capacity` experts: each yields how many of an event's keys it hits, event by event
+# Caches of `capacity` experts: each yields its hits, event by event
 
 
-def online(trace, make_policy, capacity):
-    """A cache as the engine's, under a policy."""
+def online(trace: Trace, make_policy: Callable[..., Policy], capacity: int) -> Iterator[int]:
+    """A cache like the engine's, with an eviction policy."""
     floor = min(trace.top_k, capacity // len(trace.layers))
     policy = make_policy(trace.layers, trace.num_experts, floor)
-    resident = set()
+    cached: set[ExpertKey] = set()
     for keys, (layer, rows, uses) in zip(trace.keys, trace.events, strict=True):
-        policy.used(layer, uses, rows)
-        missing = [key for key in keys if key not in resident]
+        policy.record_uses(layer, uses, rows)
+        missing = [key for key in keys if key not in cached]
         yield len(keys) - len(missing)
         together = set(keys) if rows == 1 else ()
         for key in missing:
-            if len(resident) == capacity:
+            if len(cached) == capacity:
                 victim = policy.victim(together, layer) or policy.victim((), layer)
+                assert victim is not None, "a full cache has a victim"
                 policy.evict(victim)
-                resident.remove(victim)
+                cached.remove(victim)
             policy.admit(key)
-            resident.add(key)
+            cached.add(key)
 
 
-def fixed(trace, capacity):
-    resident = {key for key, _ in trace.requests.most_common(capacity)}
+def fixed(trace: Trace, capacity: int) -> Iterator[int]:
+    """A cache that always holds the experts with the most counted requests."""
+    cached = {key for key, _ in trace.requests.most_common(capacity)}
     for keys in trace.keys:
-        yield sum(key in resident for key in keys)
+        yield sum(key in cached for key in keys)
 
 
-def belady(trace, capacity):
-    """Keeps what is asked for soonest, of hits that count: no cache of that capacity has more of them."""
-    resident = {}  # key: number of the event that asks for it next
-    farthest = []  # heap of (-that number, key); some are out of date
+def belady(trace: Trace, capacity: int) -> Iterator[int]:
+    """The optimum: keep the experts requested soonest. No cache of that capacity has more counted hits."""
+    cached: dict[ExpertKey, float] = {}  # key: number of the event that requests it next
+    farthest: list[tuple[float, ExpertKey]] = []  # heap of (-that number, key); some are out of date
     for keys, upcoming in zip(trace.keys, next_uses(trace), strict=True):
-        yield sum(key in resident for key in keys)
+        yield sum(key in cached for key in keys)
         for key, number in zip(keys, upcoming, strict=True):
-            resident[key] = number
+            cached[key] = number
             heapq.heappush(farthest, (-number, key))
-        while len(resident) > capacity:
+        while len(cached) > capacity:
             number, key = heapq.heappop(farthest)
-            if resident.get(key) == -number:
-                del resident[key]
+            if cached.get(key) == -number:
+                del cached[key]
 
 
-def next_uses(trace):
-    """For each event the numbers of the events that ask for its keys next; infinite where that hit is not counted."""
-    upcoming, following = [], {}
+def next_uses(trace: Trace) -> Iterator[list[float]]:
+    """For each event the numbers of the events that request its experts next; infinite where that hit is not
+    counted."""
+    upcoming: list[list[float]] = []
+    following: dict[ExpertKey, float] = {}
     for number in reversed(range(len(trace.keys))):
         upcoming.append([following.get(key, math.inf) for key in trace.keys[number]])
         following |= dict.fromkeys(trace.keys[number], number if number >= trace.counted_from else math.inf)
     return reversed(upcoming)
 
 
-CACHES = {name: partial(online, make_policy=policy) for name, policy in POLICIES.items()}
+CACHES: dict[str, Callable[..., Iterator[int]]] = {
+    name: partial(online, make_policy=policy) for name, policy in POLICIES.items()
+}
 CACHES |= {"fixed": fixed, "Belady": belady}
 
 
@@ -192,20 +201,21 @@ class Result:
     requests: int
 
     @property
-    def hit_rate(self):
+    def hit_rate(self) -> float:
         return self.hits / self.requests
 
 
-def replay(trace, budgets):
-    """-> a Result for each policy, budget and phase that the trace has."""
+def replay(trace: Trace, budgets: list[Fraction]) -> list[Result]:
+    """Replay the trace with each policy and budget -> a Result for each, and for each phase that the trace has."""
     results = []
     phases = [PHASES[rows > 1] for _, rows, _ in trace.events]
-    requests = Counter()
+    requests: Counter[str] = Counter()
     for phase, keys in list(zip(phases, trace.keys, strict=True))[trace.counted_from :]:
         requests[phase] += len(keys)
     for name, cache in CACHES.items():
         for budget in budgets:
-            slots, hits = trace.capacity(budget), Counter()
+            slots = trace.capacity(budget)
+            hits: Counter[str] = Counter()
             for number, count in enumerate(cache(trace, capacity=slots)):
                 if number >= trace.counted_from:
                     hits[phases[number]] += count
@@ -215,20 +225,21 @@ def replay(trace, budgets):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What is printed
+# Output
 
 
-def describe(trace):
-    """What the routing of the whole trace is like, a line each."""
+def describe(trace: Trace) -> Iterator[str]:
+    """Lines about the routing of the whole trace."""
     rows = dict.fromkeys(PHASES, 0)
-    uses = {layer: Counter() for layer in trace.layers}
-    before, shared, pairs = {}, 0, 0
+    uses: dict[int, Counter[int]] = {layer: Counter() for layer in trace.layers}
+    before: dict[int, Collection[int]] = {}  # layer -> experts of its last event
+    shared = total = 0  # experts of decoded tokens, and those of them that the layer used just before
     for layer, num_rows, chosen in trace.events:
         rows[PHASES[num_rows > 1]] += num_rows
         uses[layer].update(chosen)
         if num_rows == 1 and layer in before:
-            shared += len(before[layer] & chosen.keys())
-            pairs += len(chosen)
+            shared += len(chosen.keys() & before[layer])
+            total += len(chosen)
         before[layer] = chosen.keys()
     tokens = " and ".join(f"{rows[phase] / len(trace.layers):.0f} of {phase}" for phase in PHASES)
     top = max(1, trace.num_experts // 10)
@@ -237,16 +248,16 @@ def describe(trace):
     yield f"{len(trace.layers)} layers of {trace.num_experts} experts, {trace.top_k} a token; tokens: {tokens}"
     yield f"distinct experts of a layer: {spread([len(counts) for counts in ranked])}"
     yield f"uses of a layer's {top} most used experts: {spread(shares)} % (even: {100 * top / trace.num_experts:.1f} %)"
-    if pairs:
-        yield f"experts of a decoded token that the layer used just before: {100 * shared / pairs:.1f} %"
+    if total:
+        yield f"experts of a decoded token that the layer used just before: {100 * shared / total:.1f} %"
 
 
-def spread(values):
+def spread(values: Sequence[float]) -> str:
     return f"{sum(values) / len(values):.1f} on average, {min(values):.1f} to {max(values):.1f}"
 
 
-def table(trace, results, phase):
-    """Hit rates of a phase in aligned columns, a line each."""
+def table(trace: Trace, results: list[Result], phase: str) -> Iterator[str]:
+    """Lines of the hit rates of a phase, in aligned columns."""
     budgets = list(dict.fromkeys(result.budget for result in results))
     titles = {phase: f"{phase}, hits in %" for phase in PHASES}
     width = max(map(len, (*titles.values(), *CACHES)))
@@ -258,7 +269,7 @@ def table(trace, results, phase):
         yield f"{name:{width}}" + "".join(f"{100 * rate:>9.1f}" for rate in rates)
 
 
-def write_csv(path, results):
+def write_csv(path: Path, results: list[Result]) -> None:
     with open(path, "w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow("policy budget slots phase hits requests hit_rate".split())
@@ -266,7 +277,7 @@ def write_csv(path, results):
             writer.writerow([r.policy, r.budget, r.slots, r.phase, r.hits, r.requests, f"{r.hit_rate:.4f}"])
 
 
-def import_pyplot():
+def import_pyplot() -> Any:
     try:
         import matplotlib
     except ImportError:
@@ -277,7 +288,7 @@ def import_pyplot():
     return pyplot
 
 
-def plot(pyplot, path, results):
+def plot(pyplot: Any, path: Path, results: list[Result]) -> None:
     """Hit rate over budget, a panel for each phase."""
     phases = [phase for phase in PHASES if any(result.phase == phase for result in results)]
     figure, panels = pyplot.subplots(1, len(phases), figsize=(5 * len(phases), 4), squeeze=False, layout="constrained")
@@ -296,8 +307,8 @@ def plot(pyplot, path, results):
     pyplot.close(figure)
 
 
-def parse_budgets(text):
-    """ "1/16,0.25" -> [Fraction, ...] of more than 0 and at most 1."""
+def parse_budgets(text: str) -> list[Fraction]:
+    """Parse "1/16,0.25" into fractions of more than 0 and at most 1."""
     budgets = []
     for word in text.split(","):
         try:
@@ -310,7 +321,7 @@ def parse_budgets(text):
     return budgets
 
 
-def main(arguments=None):
+def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trace", type=Path, metavar="TRACE")
     parser.add_argument("--budgets", default="1/16,1/8,1/4,1/2,3/4", help="shares of all experts, with commas between")
@@ -331,7 +342,7 @@ def main(arguments=None):
     return 2
 
 
-def run(args):
+def run(args: argparse.Namespace) -> None:
     budgets = parse_budgets(args.budgets)
     pyplot = import_pyplot() if args.plot else None  # a long replay should not end with a missing package
     trace = load_trace(args.trace, args.cold)

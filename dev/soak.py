@@ -5,7 +5,7 @@
 
 Without --snap a synthetic model of 1.5 GB is made in a temporary folder (TMPDIR says where) and runs in 0.7 GB; with it
 RAM_GB says the budget where --ram does not. All other variables of docs/env_vars.md hold as they do for colibri.py, so
-LOOKAHEAD=1 or EXPERT_TIER=reference can be soaked too.
+LOOKAHEAD=1 can be soaked too.
 
 One process runs round after round, each in another order: prompts of 1 to 2,000 random ids, greedy and sampled, some
 around the end of a prefill chunk; prompts abandoned during and after their prefill; log-likelihoods of several

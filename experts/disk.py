@@ -1,155 +1,185 @@
-"""Step 1 of an expert's way: (layer, expert) -> where its bytes lie, and reading them. No policy, no memory of its own.
+"""ExpertDisk: where the bytes of each routed expert lie in the snapshot's files, and reading one expert.
 
-Runs that touch in a file are read at once: in published files the three matrices of an expert lie together, and in
-our containers their scales do too, so an expert is one read. A fused layer (snapshot/fused.py) costs two, or four.
+Adjacent byte ranges are merged into one read: published files store the three matrices of an expert next to each other,
+our containers their scales too, so an expert is one read. A fused layer (snapshot/fused.py) needs two or four.
 
-A run lies in the buffer as it lies in the file, modulo a page, and shares no page with another: so the same layout
-takes the run's bytes alone (a buffered read), or all pages that hold some of them (a direct one).
+A byte range lies at the same offset modulo a page in the buffer as in the file, and shares no page with another range:
+so one layout serves buffered reads, which take the bytes of the range, and O_DIRECT reads, which take whole pages.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from experts.drive import Drive, DriveSet, check_mirror
+from experts.policy import ExpertKey
 from kernels.formats import SCALE_DTYPES, WeightFormat
-from kernels.weight import RowSelection
-from snapshot.formats import find_stored_weight
+from kernels.weight import RowSelection, Weight, view_weight
+from snapshot.config import ModelConfig
+from snapshot.family import Family
+from snapshot.formats import StoredWeight, find_stored_weight
 from snapshot.fused import find_fused_experts
-from snapshot.reader import PAGE, align_to_page
+from snapshot.index import TensorIndex
+from snapshot.reader import PAGE, FileReader, align_to_page
 
 MATRICES = ("gate", "up", "down")
 
 
 @dataclass(frozen=True, slots=True)
 class ByteRange:
-    """One read: num_bytes at `offset` of the file, to `at` in the buffer."""
+    """One read: num_bytes from `offset` of a file to `buffer_offset` of the buffer."""
 
     path: Path
     offset: int
     num_bytes: int
-    at: int
-    is_congruent: bool = True  # at and offset agree modulo a page: without that it cannot be read directly
+    buffer_offset: int
+    is_congruent: bool = True  # both offsets agree modulo a page; O_DIRECT needs that
 
 
 @dataclass(frozen=True, slots=True)
 class MatrixLayout:
-    """One matrix in the buffer an expert was read into: where its data and its scales, if any, begin."""
+    """One matrix in the buffer of its expert: where its data and its scales begin."""
 
     format: WeightFormat
     rows: int
     columns: int
-    at: int
-    scales_at: int | None
-    scale_dtype: torch.dtype | None
-    within: RowSelection | None = None
+    data_offset: int
+    scales_offset: int | None
+    scale_dtype: torch.dtype
+    selection: RowSelection | None = None  # of weight rows that alternate with those of another matrix
+
+    def view(self, buffer: Tensor, exact: bool = False) -> Weight:
+        """The matrix as stored, over the uint8 buffer that its expert was read into."""
+        offsets = self.data_offset, self.scales_offset
+        return view_weight(
+            buffer, self.format, self.rows, self.columns, *offsets, self.scale_dtype, exact, self.selection
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertLayout:
-    """Reads and layout of one expert; `pieces` in the order gate, up, down; the buffer is num_bytes, whole pages."""
+    """The reads of one expert, and its matrices gate, up, down in a buffer of num_bytes, whole pages."""
 
-    runs: tuple[ByteRange, ...]
-    pieces: tuple[MatrixLayout, ...]
+    ranges: tuple[ByteRange, ...]
+    matrices: tuple[MatrixLayout, ...]
     num_bytes: int
 
     @property
-    def stored_bytes(self):
-        """Bytes of the files that belong to the expert."""
-        return sum(run.num_bytes for run in self.runs)
+    def stored_bytes(self) -> int:
+        """Bytes of the expert in the files."""
+        return sum(byte_range.num_bytes for byte_range in self.ranges)
 
     @property
-    def is_packed(self):
-        """Whether a matrix is stored in few bits: then the expert is kept as stored, whatever is asked."""
-        return any(piece.format.is_packed for piece in self.pieces)
+    def is_packed(self) -> bool:
+        """Whether a matrix is stored in few bits; such an expert is never quantized again."""
+        return any(matrix.format.is_packed for matrix in self.matrices)
 
 
 class ExpertDisk:
-    """The routed experts of a snapshot, all checked when it is opened; by default those of its sparse layers.
+    """The routed experts of a snapshot, by default those of its sparse layers; all are checked when it is opened.
 
-    They are read from `drives`: the snapshot's own, and that of a mirror when there is one.
+    They are read from `drives`: that of the snapshot and, if there is one, that of its mirror.
     """
 
-    def __init__(self, config, family, index, reader, layers=None):
-        self.config, self.family, self.index, self.reader = config, family, index, reader
+    def __init__(
+        self,
+        config: ModelConfig,
+        family: Family,
+        index: TensorIndex,
+        reader: FileReader,
+        layers: Iterable[int] | None = None,
+    ) -> None:
+        self.config = config
+        self.family = family
+        self.index = index
+        self.reader = reader
         self.drives = DriveSet([Drive(index.folder, reader)])
-        self.layers = layers = config.sparse_layers if layers is None else layers
-        self.fused = {layer: find_fused_experts(config, family, index, layer) for layer in layers}
-        self.places = {}
-        # layer -> bytes that hold any expert of it as stored
-        self.expert_bytes = dict.fromkeys(layers, 0)
-        for layer in layers:
+        self.layers: tuple[int, ...] = tuple(config.sparse_layers if layers is None else layers)
+        self.fused = {layer: find_fused_experts(config, family, index, layer) for layer in self.layers}
+        self.layouts: dict[ExpertKey, ExpertLayout] = {}
+        self.expert_bytes = dict.fromkeys(self.layers, 0)  # layer -> bytes that hold any of its experts as stored
+        for layer in self.layers:
             for expert in range(config.num_experts):
-                place = self.places[layer, expert] = lay_out(self.matrices(layer, expert))
-                self.expert_bytes[layer] = max(self.expert_bytes[layer], place.num_bytes)
+                layout = self.layouts[layer, expert] = layout_expert(self.stored_weights(layer, expert))
+                self.expert_bytes[layer] = max(self.expert_bytes[layer], layout.num_bytes)
 
-    def matrices(self, layer, expert):
+    def stored_weights(self, layer: int, expert: int) -> list[StoredWeight]:
         """StoredWeights gate, up, down of one expert."""
-        if self.fused[layer]:
-            return self.fused[layer](expert)
+        if fused := self.fused[layer]:
+            return fused(expert)
         table = self.family.expert_tensors(self.config, layer, expert)
-        return [find_stored_weight(self.index, *table[word]) for word in MATRICES]
+        return [find_stored_weight(self.index, *table[name]) for name in MATRICES]
 
-    def packs(self, bits):
-        """Whether any expert is packed at load when `bits` are asked for."""
-        return bits < 16 and not all(place.is_packed for place in self.places.values())
+    def quantizes(self, bits: int) -> bool:
+        """Whether any expert is quantized at load for expert_bits=`bits`."""
+        return bits < 16 and not all(layout.is_packed for layout in self.layouts.values())
 
-    def formats(self, layers=None):
-        """The formats of the routed experts, of all layers or of some, each once, in the order in which they come."""
+    def formats(self, layers: Iterable[int] | None = None) -> tuple[WeightFormat, ...]:
+        """The distinct formats of the routed experts of all or some layers, in order of appearance."""
         layers = self.layers if layers is None else layers
-        places = (place for (layer, _), place in self.places.items() if layer in layers)
-        return tuple(dict.fromkeys(piece.format for place in places for piece in place.pieces))
+        layouts = (layout for (layer, _), layout in self.layouts.items() if layer in layers)
+        return tuple(dict.fromkeys(matrix.format for layout in layouts for matrix in layout.matrices))
 
     @property
-    def max_expert_bytes(self):
+    def max_expert_bytes(self) -> int:
         """Bytes of a buffer that holds any expert of the model as stored."""
         return max(self.expert_bytes.values(), default=0)
 
     @property
-    def stored_bytes(self):
-        """Bytes of the files that belong to any expert."""
-        return sum(place.stored_bytes for place in self.places.values())
+    def stored_bytes(self) -> int:
+        """Bytes of all experts in the files."""
+        return sum(layout.stored_bytes for layout in self.layouts.values())
 
     @property
-    def depth(self):
+    def queue_depth(self) -> int:
         """Reads to keep in flight."""
-        return self.drives.depth
+        return self.drives.queue_depth
 
-    def add_mirror(self, folder):
-        """Read from a second copy of the snapshot too; Refused where it is none."""
-        check_mirror(folder, sorted({run.path for place in self.places.values() for run in place.runs}))
+    def add_mirror(self, folder: Path) -> None:
+        """Stripe reads over a second copy of the snapshot too. Refused where the folder is no copy."""
+        paths = {byte_range.path for layout in self.layouts.values() for byte_range in layout.ranges}
+        check_mirror(folder, sorted(paths))
         self.drives.append(Drive(folder, self.reader))
 
-    def read(self, layer, expert, buffer):
-        """Read one expert into `buffer`, a writable memoryview of its place's num_bytes or more, laid out as the place
-        says. Threads may call it at once. Direct reads need a buffer that begins at a page; others are buffered."""
-        self.drives.read(self.places[layer, expert], buffer, f"expert {expert} of layer {layer}")
+    def read_expert(self, layer: int, expert: int, buffer: memoryview) -> None:
+        """Read one expert into a writable `buffer` of its layout's num_bytes or more. Thread-safe. O_DIRECT needs a
+        buffer that begins at a page; others are read through the page cache."""
+        self.drives.read_expert(self.layouts[layer, expert], buffer, f"expert {expert} of layer {layer}")
 
 
-def lay_out(matrices):
-    """StoredWeights -> ExpertPlace: buffer order is file order, runs that touch merge, no two share a page."""
-    # Matrices whose rows lie by turns share what they are in.
+def layout_expert(matrices: list[StoredWeight]) -> ExpertLayout:
+    """StoredWeights -> ExpertLayout: in file order, adjacent byte ranges merged, no page shared by two ranges."""
+    # Matrices whose weight rows alternate share their tensors.
     entries = dict.fromkeys(entry for stored in matrices for entry in stored.entries)
-    runs, at, end = [], {}, 0
+    ranges: list[ByteRange] = []
+    offsets: dict[tuple[Path, int], int] = {}  # (path, offset in the file) -> offset in the buffer
+    end = 0
     for entry in sorted(entries, key=lambda entry: (str(entry.path), entry.offset)):
-        last = runs[-1] if runs else None
-        touches = last and last.path == entry.path and last.offset + last.num_bytes == entry.offset
-        if touches and end % entry.item_bytes == 0:
-            runs[-1] = replace(last, num_bytes=last.num_bytes + entry.num_bytes)
+        last = ranges[-1] if ranges else None
+        is_adjacent = last and last.path == entry.path and last.offset + last.num_bytes == entry.offset
+        if last and is_adjacent and end % entry.item_bytes == 0:
+            ranges[-1] = replace(last, num_bytes=last.num_bytes + entry.num_bytes)
         else:
-            # Where the file puts numbers across their own size, memory cannot do as the file does.
+            # A tensor that the file does not align to its own item size must be aligned in memory.
             is_congruent = entry.offset % entry.item_bytes == 0
             end = align_to_page(end) + (entry.offset % PAGE if is_congruent else 0)
-            runs.append(ByteRange(entry.path, entry.offset, entry.num_bytes, end, is_congruent))
-        at[entry.path, entry.offset] = end
+            ranges.append(ByteRange(entry.path, entry.offset, entry.num_bytes, end, is_congruent))
+        offsets[entry.path, entry.offset] = end
         end += entry.num_bytes
 
-    def piece_of(stored):
+    def matrix_layout(stored: StoredWeight) -> MatrixLayout:
         data, scales = stored.data, stored.scales
-        scales_at = scales and at[scales.path, scales.offset]
-        scale_dtype = scales and SCALE_DTYPES[scales.dtype]
-        data_at = at[data.path, data.offset]
-        return MatrixLayout(stored.format, stored.rows, stored.columns, data_at, scales_at, scale_dtype, stored.within)
+        return MatrixLayout(
+            stored.format,
+            stored.rows,
+            stored.columns,
+            offsets[data.path, data.offset],
+            offsets[scales.path, scales.offset] if scales else None,
+            SCALE_DTYPES[scales.dtype] if scales else torch.float32,
+            stored.within,
+        )
 
-    return ExpertLayout(tuple(runs), tuple(map(piece_of, matrices)), align_to_page(end))
+    return ExpertLayout(tuple(ranges), tuple(map(matrix_layout, matrices)), align_to_page(end))

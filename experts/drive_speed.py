@@ -1,75 +1,150 @@
-"""How the snapshot's drives are read: measured at the first use of a drive, remembered in the user's cache folder."""
+"""How each drive is read: measured on the snapshot's own files at its first use, remembered in the user's cache folder.
 
+Whether the page cache helps or costs a third, and the best queue depth, differ from drive to drive.
+"""
+
+import itertools
 import json
 import math
 import os
+import random
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import astuple, replace
 from datetime import date
 from pathlib import Path
 
-from experts.drive import MODES, DriveSpeed, ReadRate, choose, measure
+from experts.disk import ExpertDisk, ExpertLayout
+from experts.drive import MODES, Drive, DriveSpeed, ReadRate, choose_speed
+from machine.arena import Arena
 from machine.files import save_text
 
 FILE = "drives.json"
 MOUNTS = Path("/proc/self/mountinfo")
-SMALL_BYTES = 256_000_000  # experts that are read in less time than a measurement takes
-MAX_DAYS = 30  # after that a drive is measured anew
+SMALL_BYTES = 256_000_000  # experts that are read faster than a drive is measured
+MAX_DAYS = 30  # then a drive is measured again
 MAX_FILE_BYTES = 1_000_000
+DEPTHS = (1, 2, 4, 8)  # queue depths that are measured
+PROBE_SECONDS = 1.8  # with what surrounds the reads, below 2
+ROUNDS = 2
+
+Measurements = dict[str, tuple[date, tuple[ReadRate, ...]]]  # what a measurement holds for -> (day, rates)
 
 
-def set_up_drives(disk, read_mode, cache, free_bytes=0, today=None):
-    """Decide how each drive of an ExpertDisk is read -> what was decided, a line for each drive.
+def set_up_drives(disk: ExpertDisk, read_mode: str, cache: Path, free_bytes: int = 0, today: date | None = None) -> str:
+    """Decide how each drive of an ExpertDisk is read -> a notice, one line for each drive.
 
-    `read_mode` is auto, direct or buffered; `cache` is the folder that keeps what was measured; `free_bytes` of memory
-    are left when the model is loaded. Where all experts fit in there, the page cache gives what a slot has lost faster
-    than any drive, so auto reads buffered.
+    read_mode: auto, direct or buffered; cache: folder of drives.json; free_bytes: memory left once the model is loaded.
+    Where all experts fit in there, the page cache serves what the expert cache has evicted faster than any drive, so
+    auto reads buffered.
     """
-    today, lines = today or date.today(), []
-    fits = read_mode == "auto" and disk.stored_bytes <= free_bytes
-    mode = "buffered" if fits else read_mode
+    today = today or date.today()
+    lines = []
+    fits_page_cache = read_mode == "auto" and disk.stored_bytes <= free_bytes
+    mode = "buffered" if fits_page_cache else read_mode
     for name, drive in zip(("drive", "mirror"), disk.drives.all, strict=False):
         if disk.stored_bytes < SMALL_BYTES:
             drive.speed = DriveSpeed("buffered" if mode == "auto" else mode)
-            source = "not measured, the experts are few bytes"
+            source = "not measured: the experts are small"
         else:
-            arms, source = find_arms(drive, list(disk.places.values()), cache / FILE, today)
-            # Where the file system refuses direct reads there are buffered arms alone.
-            speed = choose([arm for arm in arms if arm.mode == mode] or arms)
-            drive.speed = replace(speed, arms=arms)
-            source += ", all experts fit into the page cache" if fits else ""
+            rates, source = find_rates(drive, list(disk.layouts.values()), cache / FILE, today)
+            # Where the file system refuses O_DIRECT there are only buffered rates.
+            speed = choose_speed([rate for rate in rates if rate.mode == mode] or rates)
+            drive.speed = replace(speed, rates=rates)
+            source += ", all experts fit into the page cache" if fits_page_cache else ""
         source += "" if read_mode == "auto" else f", READ_MODE={read_mode}"
         lines.append(f"[{name}] {describe(drive.speed)}; {source}")
     return "\n".join(lines)
 
 
-def describe(speed):
+def describe(speed: DriveSpeed) -> str:
     """direct reads, 4 at a time: 2.31 GB/s (buffered 1.90)"""
-    words = f"{speed.mode} reads, {speed.depth} at a time"
-    if speed.arms:
+    text = f"{speed.mode} reads, {speed.depth} at a time"
+    if speed.rates:
         others = [(mode, speed.best(mode)) for mode in MODES if mode != speed.mode]
-        words += f": {speed.gigabytes_per_second:.2f} GB/s"
-        words += "".join(f" ({mode} {best:.2f})" for mode, best in others if best)
-    return words
+        text += f": {speed.gigabytes_per_second:.2f} GB/s"
+        text += "".join(f" ({mode} {best:.2f})" for mode, best in others if best)
+    return text
 
 
-def find_arms(drive, places, path, today):
-    """The arms of a drive, remembered in the file `path` or measured and written there -> (arms, where from)."""
-    known, key = load(path), key_of(drive, places)
-    if key in known:
-        day, arms = known[key]
+def find_rates(
+    drive: Drive, layouts: Sequence[ExpertLayout], path: Path, today: date
+) -> tuple[tuple[ReadRate, ...], str]:
+    """The rates of a drive, from the file `path` or measured and saved there -> (rates, their source)."""
+    measurements = load_measurements(path)
+    key = measurement_key(drive, layouts)
+    if key in measurements:
+        day, rates = measurements[key]
         if 0 <= (today - day).days <= MAX_DAYS:
-            return arms, f"remembered from {day}"
-    arms = measure(drive, places)
-    save(path, load(path) | {key: (today, arms)})
-    return arms, "measured now"
+            return rates, f"remembered from {day}"
+    rates = measure(drive, layouts)
+    save_measurements(path, load_measurements(path) | {key: (today, rates)})
+    return rates, "measured now"
 
 
-def key_of(drive, places):
-    """What a measurement holds for: device, file system and mount point, and experts of about this size."""
-    file = os.path.realpath(drive.path_of(places[0].runs[0].path))  # a snapshot may be links to files elsewhere
+# --- measuring --------------------------------------------------------------------------------------------------------
+
+
+def measure(drive: Drive, layouts: Sequence[ExpertLayout], seconds: float = PROBE_SECONDS) -> tuple[ReadRate, ...]:
+    """Read random experts in each mode at each queue depth, in about `seconds` altogether.
+
+    What a slow drive cannot do in that time is left out, deep queues first; so is O_DIRECT where the file system
+    refuses it.
+    """
+    size = max(layout.num_bytes for layout in layouts)
+    arena = Arena(max(DEPTHS) * size)
+    buffers = [memoryview(arena.memory)[i * size : (i + 1) * size] for i in range(max(DEPTHS))]
+    samples = itertools.cycle(random.sample(layouts, len(layouts)))
+    end = time.perf_counter() + seconds
+
+    def time_mode(mode: str, depth: int, sample: list[ExpertLayout]) -> float:
+        return time_reads(Drive(drive.root, drive.reader, DriveSpeed(mode, depth)), sample, buffers)
+
+    first = next(samples)
+    pace = {mode: time_mode(mode, 1, [first]) for mode in MODES}  # seconds an expert took last
+    modes = [mode for mode in MODES if mode != "direct" or drive.supports_direct(first)]
+    share = seconds / (ROUNDS * len(DEPTHS) * len(modes))
+    best: dict[tuple[str, int], float] = {}
+    # All of them, then all again: load by others for a while spoils one round, not one rate.
+    for depth, mode in itertools.product(DEPTHS * ROUNDS, modes):
+        count = depth * max(1, round(share / pace[mode] / depth))
+        if best and time.perf_counter() + count * pace[mode] > end:
+            continue
+        sample = list(itertools.islice(samples, count))
+        took = time_mode(mode, depth, sample)
+        pace[mode] = took / count
+        speed = sum(layout.stored_bytes for layout in sample) / took / 1e9
+        best[mode, depth] = max(best.get((mode, depth), 0), speed)
+    return tuple(ReadRate(mode, depth, speed) for (mode, depth), speed in best.items())
+
+
+def time_reads(drive: Drive, layouts: Sequence[ExpertLayout], buffers: Sequence[memoryview]) -> float:
+    """Seconds to read experts at the queue depth of the drive's speed; a buffer for each read in flight."""
+    depth = drive.speed.depth
+    if drive.speed.mode == "buffered":
+        for layout in layouts:
+            drive.drop_from_page_cache(layout)  # otherwise memory would be measured, not the drive
+
+    def read_share(i: int) -> None:
+        for layout in layouts[i::depth]:
+            drive.read_expert(layout, buffers[i], "a sample of the experts")
+
+    with ThreadPoolExecutor(depth) as pool:
+        started = time.perf_counter()
+        list(pool.map(read_share, range(depth)))
+        return time.perf_counter() - started
+
+
+# --- remembering ------------------------------------------------------------------------------------------------------
+
+
+def measurement_key(drive: Drive, layouts: Sequence[ExpertLayout]) -> str:
+    """What a measurement holds for: device, mount point, file system, and experts of about this size."""
+    file = os.path.realpath(drive.path_of(layouts[0].ranges[0].path))  # a snapshot may be links to files elsewhere
     device = os.stat(file).st_dev
-    size = max(place.num_bytes for place in places)
+    size = max(layout.num_bytes for layout in layouts)
     words = [
         f"{os.major(device)}:{os.minor(device)}",
         *mount_of(file),
@@ -78,43 +153,43 @@ def key_of(drive, places):
     return " ".join(words)
 
 
-def mount_of(file):
-    """The mount of a file in words: mount point, file system, source; nothing where the system does not say."""
+def mount_of(file: str) -> tuple[str, ...]:
+    """(mount point, file system, source) of a file; () where the system does not say."""
+    best: tuple[str, ...] = ()
     with suppress(OSError):
-        best = ()
         for line in MOUNTS.read_text(errors="replace").splitlines():
             left, _, right = line.partition(" - ")
-            folder, kind = left.split()[4], right.split()[:2]
+            folder = left.split()[4]
             if Path(file).is_relative_to(folder) and (not best or len(folder) >= len(best[0])):
-                best = (folder, *kind)
-        return best
-    return ()
+                best = (folder, *right.split()[:2])
+    return best
 
 
-def load(path):
-    """The file of measurements -> key: (day, arms). What is not as `save` writes it is left out."""
+def load_measurements(path: Path) -> Measurements:
+    """Read drives.json. Entries that save_measurements would not write are left out."""
     try:
         with open(path, "rb") as file:
             entries = json.loads(file.read(MAX_FILE_BYTES))
     except (OSError, ValueError, RecursionError):
         return {}
-    known = {}
+    measurements = {}
     for key, entry in entries.items() if isinstance(entries, dict) else ():
         with suppress(TypeError, ValueError, KeyError):
-            arms = tuple(ReadRate(*fields) for fields in entry["arms"])
-            if arms and all(map(is_sane, arms)):
-                known[key] = date.fromisoformat(entry["date"]), arms
-    return known
+            rates = tuple(ReadRate(*fields) for fields in entry["arms"])
+            if rates and all(map(is_plausible, rates)):
+                measurements[key] = date.fromisoformat(entry["date"]), rates
+    return measurements
 
 
-def is_sane(arm):
-    """Whether an arm of the file can be one that was measured."""
-    speed = arm.gigabytes_per_second
+def is_plausible(rate: ReadRate) -> bool:
+    speed = rate.gigabytes_per_second
     is_number = isinstance(speed, float) and math.isfinite(speed) and speed > 0
-    return arm.mode in MODES and type(arm.depth) is int and 1 <= arm.depth <= 64 and is_number
+    return rate.mode in MODES and type(rate.depth) is int and 1 <= rate.depth <= 64 and is_number
 
 
-def save(path, known):
-    """Write the file of measurements, whole or not at all; where it cannot be written the next run measures again."""
-    entries = {key: {"date": str(day), "arms": [astuple(arm) for arm in arms]} for key, (day, arms) in known.items()}
+def save_measurements(path: Path, measurements: Measurements) -> None:
+    """Write drives.json; where that is not possible the next run measures again."""
+    entries = {
+        key: {"date": str(day), "arms": [astuple(rate) for rate in rates]} for key, (day, rates) in measurements.items()
+    }
     save_text(path, json.dumps(entries, indent=1))

@@ -1,215 +1,171 @@
-"""Which expert stays in memory: what it was used for so far, slowly forgotten, decides. Bookkeeping only, no bytes.
+"""EvictionPolicy: which cached expert is evicted next. Decayed use counts (LFU with aging); bookkeeping, no bytes.
 
-A policy is told of every use and of every expert that comes or goes, and names the next to go. Keys are
-(layer, expert). Layers must be given, and used, in the order in which they run.
-
-ExpertPolicy has one budget over all layers, of which each layer keeps at least `floor` residents. An expert's score is
-the sum over its uses of
+The cache reports every use, admission and eviction, and asks for a victim. All layers share one budget, of which each
+layer keeps at least `floor` experts. An expert's score is the sum over its uses of
 
     RECENT_WEIGHT * 2^(-age / RECENT) + 2^(-age / STEADY)
 
-so it joins what this passage is about with what is popular; either alone loses where the other wins. Ages are in
-tokens: a prefill of T rows makes everything T tokens older and counts its rows. They are the layer's own tokens, for
-else a layer would look stale just because its turn comes later, as in plain LRU over a cycle of layers, which evicts
-what is needed next. To the contrary, of two experts with one score that of the layer just computed goes: it is the
-farthest from being needed.
-
-LeastRecentlyUsed is the reference: a partition by layers, and in each the expert that was used longest ago goes.
+which joins recency with popularity; either alone loses where the other wins. Ages are in tokens: a prefill of T rows
+ages every count by T tokens and adds the rows of each expert. They are the layer's own tokens, otherwise a layer would
+look stale just because its turn comes later, as in plain LRU over a cycle of layers, which evicts what is needed next.
+On the contrary: of two experts with one score, that of the layer just computed is evicted, for its next use is the
+farthest away.
 """
 
 import math
 from bisect import insort
+from collections.abc import Collection, Sequence
+
+ExpertKey = tuple[int, int]  # (layer, expert)
 
 RECENT, STEADY = 4, 512  # half-lives, tokens
 RECENT_WEIGHT = 8.0
-WAIT_HALVINGS = 1.0  # of a score that must wait a whole sweep over the layers for its next chance
-LARGE = 1e100  # sums are scaled back before they overflow
-LEAST_COUNT = 0.01  # aged uses that are worth writing down
-MOST_HALVINGS = 300  # 2^-300 is nothing, and LARGE * 2^300 still a float
+SWEEP_HALVINGS = 1.0  # of the score of a layer that runs again only after a whole sweep over the layers
+RESCALE_ABOVE = 1e100  # sums are scaled back before they overflow
+MIN_COUNT = 0.01  # decayed uses worth saving
+MAX_HALVINGS = 300  # 2^-300 is nothing, and RESCALE_ABOVE * 2^300 still a float
 
 
 class DecayedCounts:
     """Uses of one layer's experts, halved every `half_life` tokens.
 
-    Instead of making all sums smaller, a new use is worth more: `unit` is what one use counts now.
+    Instead of scaling all sums down, a new use is worth more: `unit` is what one use counts now.
     """
 
-    def __init__(self, num_experts, half_life):
-        self.sums, self.half_life, self.unit = [0.0] * num_experts, half_life, 1.0
-        self.worth = 0.0  # of a use that was added last
+    def __init__(self, num_experts: int, half_life: int) -> None:
+        self.sums = [0.0] * num_experts
+        self.half_life = half_life
+        self.unit = 1.0
+        self.last_weight = 0.0  # of each use that was added last
 
-    def add(self, uses, tokens):
-        """uses {expert: rows} spread evenly over the next `tokens` tokens, the last of them being now."""
-        if self.unit > LARGE:
+    def add(self, uses: dict[int, int], tokens: int) -> None:
+        """uses {expert: rows}: spread evenly over the next `tokens` tokens, of which the last is now."""
+        if self.unit > RESCALE_ABOVE:
             self.sums, self.unit = [total / self.unit for total in self.sums], 1.0
         halvings = tokens / self.half_life
-        self.unit *= 2.0 ** min(halvings, MOST_HALVINGS)
-        # On average a row of a chunk is that much forgotten at its end.
-        self.worth = self.unit if tokens == 1 else self.unit * (1 - 2.0**-halvings) / (halvings * math.log(2))
+        self.unit *= 2.0 ** min(halvings, MAX_HALVINGS)
+        # At the end of a chunk its rows have decayed by that much on average.
+        is_one = tokens == 1
+        self.last_weight = self.unit if is_one else self.unit * (1 - 2.0**-halvings) / (halvings * math.log(2))
         for expert, rows in uses.items():
-            self.sums[expert] += rows * self.worth
+            self.sums[expert] += rows * self.last_weight
 
-    def take_back(self, uses):
-        """Of what was added last, {expert: rows} did not count."""
+    def subtract_last(self, uses: dict[int, int]) -> None:
+        """Take back {expert: rows} of what was added last."""
         for expert, rows in uses.items():
-            self.sums[expert] = max(0.0, self.sums[expert] - rows * self.worth)
+            self.sums[expert] = max(0.0, self.sums[expert] - rows * self.last_weight)
 
 
 class LayerUsage:
-    """What one layer used, and its residents in the order in which they go."""
+    """The use counts of one layer, and its cached experts in order of eviction."""
 
-    def __init__(self, num_experts):
-        self.recent, self.steady = DecayedCounts(num_experts, RECENT), DecayedCounts(num_experts, STEADY)
-        self.last_used = [0] * num_experts  # number of the call to `used`
-        self.residents = set()
-        self.ranking = None  # [(score, last use, expert)] ascending; None: sorted anew when asked for
+    def __init__(self, num_experts: int) -> None:
+        self.recent = DecayedCounts(num_experts, RECENT)
+        self.steady = DecayedCounts(num_experts, STEADY)
+        self.last_used = [0] * num_experts  # number of the call to `record_uses`
+        self.cached: set[int] = set()
+        self.ranking: list[tuple[float, int, int]] | None = None  # ascending ranks; None: sorted when needed
 
-    def score(self, expert):
+    def score(self, expert: int) -> float:
         recent, steady = self.recent, self.steady
         return RECENT_WEIGHT * recent.sums[expert] / recent.unit + steady.sums[expert] / steady.unit
 
-    def ranked(self):
+    def ranked(self) -> list[tuple[float, int, int]]:
         if self.ranking is None:
-            self.ranking = sorted(map(self.entry, self.residents))
+            self.ranking = sorted(map(self.rank, self.cached))
         return self.ranking
 
-    def entry(self, expert):
+    def rank(self, expert: int) -> tuple[float, int, int]:
         return self.score(expert), self.last_used[expert], expert
 
 
 class EvictionPolicy:
-    """One budget over all layers; the lowest score goes. See the head of this file."""
+    """One budget over all layers; the expert with the lowest score is evicted."""
 
-    def __init__(self, layers, num_experts, floor):
-        """layers: ids in the order in which they run; floor: residents that each layer keeps, 0 or more."""
-        self.layers, self.floor = {layer: LayerUsage(num_experts) for layer in layers}, floor
-        self.places = {layer: place for place, layer in enumerate(self.layers)}
+    def __init__(self, layers: Sequence[int], num_experts: int, floor: int) -> None:
+        """layers: ids in the order in which they run; floor: cached experts that each layer keeps, 0 or more."""
+        self.layers = {layer: LayerUsage(num_experts) for layer in layers}
+        self.floor = floor
+        self.positions = {layer: position for position, layer in enumerate(self.layers)}
         count = len(self.layers)
-        # For the layer that runs, the next one, ...: what a score is worth that waits so long for its next chance.
-        self.worth = [2.0 ** (-WAIT_HALVINGS * ((ahead or count) / count)) for ahead in range(count)]
-        self.running, self.calls = count - 1, 0
+        # For the layer that runs, the next one, ...: the factor of a score that waits so long for its next use.
+        self.wait_factors = [2.0 ** (-SWEEP_HALVINGS * ((ahead or count) / count)) for ahead in range(count)]
+        self.running = count - 1  # position of the layer that runs
+        self.num_calls = 0
 
-    def used(self, layer, uses, chunk_rows):
-        """A layer asks for experts: uses {expert: how many of the chunk's rows chose it}."""
-        self.running, self.calls = self.places[layer], self.calls + 1
-        state = self.layers[layer]
-        state.recent.add(uses, chunk_rows)
-        state.steady.add(uses, chunk_rows)
+    def record_uses(self, layer: int, uses: dict[int, int], chunk_rows: int) -> None:
+        """A layer runs: uses {expert: how many of the chunk's rows chose it}."""
+        self.running = self.positions[layer]
+        self.num_calls += 1
+        usage = self.layers[layer]
+        usage.recent.add(uses, chunk_rows)
+        usage.steady.add(uses, chunk_rows)
         for expert in uses:
-            state.last_used[expert] = self.calls
-        state.ranking = None
+            usage.last_used[expert] = self.num_calls
+        usage.ranking = None
 
-    def retract_uses(self, layer, uses):
-        """Of the layer's last call to `used`, {expert: rows} were guesses that turned out wrong."""
-        state = self.layers[layer]
-        state.recent.take_back(uses)
-        state.steady.take_back(uses)
-        state.ranking = None
+    def retract_uses(self, layer: int, uses: dict[int, int]) -> None:
+        """Of the layer's last uses, {expert: rows} were by draft tokens that were rejected."""
+        usage = self.layers[layer]
+        usage.recent.subtract_last(uses)
+        usage.steady.subtract_last(uses)
+        usage.ranking = None
 
-    def admit(self, key):
-        """A key is resident from now on."""
+    def admit(self, key: ExpertKey) -> None:
+        """The expert is cached from now on."""
         layer, expert = key
-        state = self.layers[layer]
-        state.residents.add(expert)
-        if state.ranking is not None:
-            insort(state.ranking, state.entry(expert))
+        usage = self.layers[layer]
+        usage.cached.add(expert)
+        if usage.ranking is not None:
+            insort(usage.ranking, usage.rank(expert))
 
-    def evict(self, key):
-        """A key is resident no more. KeyError if it was not."""
+    def evict(self, key: ExpertKey) -> None:
+        """The expert is cached no longer. KeyError if it was not."""
         layer, expert = key
-        state = self.layers[layer]
-        state.residents.remove(expert)
-        if state.ranking is not None:
-            state.ranking = [entry for entry in state.ranking if entry[2] != expert]
+        usage = self.layers[layer]
+        usage.cached.remove(expert)
+        if usage.ranking is not None:
+            usage.ranking = [rank for rank in usage.ranking if rank[2] != expert]
 
-    def victim(self, protected, layer=None):
-        """The resident to go next, or None: the lowest score of those not in `protected`, of layers with more than
-        `floor` residents or of the asking `layer`. Ties: the one used longest ago, then the lowest key."""
-        lowest, key = (math.inf, 0), None
-        place = -self.running
-        for candidate, state in self.layers.items():
-            worth = self.worth[place]
-            place += 1
-            if len(state.residents) > self.floor or candidate == layer:
-                for score, last_used, expert in state.ranking or state.ranked():
-                    if score * worth > lowest[0]:
+    def victim(self, protected: Collection[ExpertKey], layer: int | None = None) -> ExpertKey | None:
+        """The expert to evict next: the lowest score outside of `protected`, in layers with more than `floor` cached
+        experts or the requesting `layer`. Ties: the one used longest ago, then the lowest key."""
+        lowest: tuple[float, int] = (math.inf, 0)
+        victim = None
+        ahead = -self.running
+        for candidate, usage in self.layers.items():
+            factor = self.wait_factors[ahead]
+            ahead += 1
+            if len(usage.cached) > self.floor or candidate == layer:
+                for score, last_used, expert in usage.ranking or usage.ranked():
+                    if score * factor > lowest[0]:
                         break
                     if (candidate, expert) not in protected:
-                        rank = score * worth, last_used
+                        rank = score * factor, last_used
                         if rank < lowest:
-                            lowest, key = rank, (candidate, expert)
+                            lowest, victim = rank, (candidate, expert)
                         break
-        return key
+        return victim
 
-    def score(self, key, more_rows=0):
-        """What victim() compares, at this moment, for a key that is resident or not, as if that many rows more had used
-        it; in uses, 0 or more."""
+    def score(self, key: ExpertKey, more_rows: int = 0) -> float:
+        """The score that victim() compares now, of an expert that is cached or not, as if `more_rows` more token rows
+        had used it. In uses, 0 or more."""
         layer, expert = key
         score = self.layers[layer].score(expert) + (RECENT_WEIGHT + 1) * more_rows
-        return score * self.worth[self.places[layer] - self.running]
+        return score * self.wait_factors[self.positions[layer] - self.running]
 
-    def counts(self):
-        """{key: aged uses}, what is worth keeping for another time. Ages with a half-life of STEADY tokens."""
+    def use_counts(self) -> dict[ExpertKey, float]:
+        """{key: uses decayed with a half-life of STEADY tokens}, those worth saving."""
         return {
-            (layer, expert): total / state.steady.unit
-            for layer, state in self.layers.items()
-            for expert, total in enumerate(state.steady.sums)
-            if total / state.steady.unit >= LEAST_COUNT
+            (layer, expert): total / usage.steady.unit
+            for layer, usage in self.layers.items()
+            for expert, total in enumerate(usage.steady.sums)
+            if total / usage.steady.unit >= MIN_COUNT
         }
 
-    def prime(self, counts):
-        """Begin with the counts of another time, as if used now. KeyError or IndexError: another model's."""
+    def prime(self, counts: dict[ExpertKey, float]) -> None:
+        """Start with saved counts, as if used now. KeyError or IndexError: those of another model."""
         for (layer, expert), uses in counts.items():
-            state = self.layers[layer]
-            state.steady.sums[expert] += uses * state.steady.unit
-            state.ranking = None
-
-
-class LruPolicy:
-    """The reference: layers have equal shares, and in each the expert that was used longest ago goes."""
-
-    def __init__(self, layers, num_experts, floor):
-        """As of ExpertPolicy; equal shares are above any floor."""
-        self.floor = floor
-        self.residents = {layer: set() for layer in layers}
-        self.last_used, self.calls = {}, 0
-
-    def used(self, layer, uses, chunk_rows):
-        self.calls += 1
-        for expert in uses:
-            self.last_used[layer, expert] = self.calls
-
-    def retract_uses(self, layer, uses):
-        """A use is a use: the expert was there last all the same."""
-
-    def admit(self, key):
-        layer, expert = key
-        self.residents[layer].add(expert)
-
-    def evict(self, key):
-        layer, expert = key
-        self.residents[layer].remove(expert)
-
-    def victim(self, protected, layer=None):
-        """From the layer with the most residents, the asking one if it is among them: so shares become equal."""
-        for candidate in sorted(self.residents, key=lambda other: (-len(self.residents[other]), other != layer)):
-            if (key := self.oldest(candidate, protected)) is not None:
-                return key
-        return None
-
-    def oldest(self, layer, protected):
-        """The resident of a layer that was used longest ago, or None. Of those used at once the lowest key, whichever
-        came from disk first."""
-        keys = [key for expert in self.residents[layer] if (key := (layer, expert)) not in protected]
-        return min(keys, key=lambda key: (self.score(key), key), default=None)
-
-    def score(self, key, more_rows=0):
-        """The number of the last use: what was used later stays longer."""
-        return self.last_used.get(key, 0)
-
-    def counts(self):
-        """Nothing is remembered for another time."""
-        return {}
-
-    def prime(self, counts):
-        """Counts say nothing about recency."""
+            usage = self.layers[layer]
+            usage.steady.sums[expert] += uses * usage.steady.unit
+            usage.ranking = None

@@ -1,16 +1,16 @@
-"""Step 2b of an expert's way: who is read before being asked for, and whether that pays.
+"""PrefetchController: whether experts are prefetched for the next layer, by what prefetches gained and cost so far.
 
-A guess costs the drive time that something needed now would have had, if it is wrong; it gains the time that the drive
-would have idled, if it is right. Both are measured for every guess, beside the time that guessing itself takes.
+A wasted prefetch costs the drive time that a needed read would have had; a useful one gains the time in which the drive
+would have been idle. Both are measured for every prefetch, beside the time of predicting experts.
 """
 
 from dataclasses import dataclass
 
-MODES = ("auto", "0", "1")
-LONG_CHUNK = 32  # rows; the experts that so many choose are hardly ever guessed wrong
-TRIAL, PAUSE, LONGEST_PAUSE = 16, 32, 512  # tokens
-LOOKS = 2  # at each layer: one layer ahead, and when it begins
-KEPT = 0.5  # of the sums, from one trial to the next
+LONG_CHUNK = 32  # rows; a prediction for so many rows is hardly ever wrong
+TRIAL, PAUSE, MAX_PAUSE = 16, 32, 512  # tokens
+PREDICTIONS = 2  # of each layer: one layer ahead, and when it begins
+CARRY_OVER = 0.5  # of the gains, from one trial to the next
+FORGET = 0.99  # factor of the counts of prefetches at each new one
 
 
 @dataclass(slots=True)
@@ -19,66 +19,76 @@ class PrefetchGains:
 
     gained: float = 0.0
     lost: float = 0.0
-    thinking: float = 0.0
+    predicting: float = 0.0
 
     @property
-    def is_worth_it(self):
-        return self.gained > self.lost + self.thinking
+    def is_worth_it(self) -> bool:
+        return self.gained > self.lost + self.predicting
 
 
 class PrefetchController:
-    """Decides before each guess whether it is made. `auto` makes none while the last ones were not worth it, and tries
-    again after a pause, each time a longer one. Where two tokens missed nothing there is nothing to guess."""
+    """Decides before each prediction whether it is made.
 
-    def __init__(self, mode, num_layers):
-        self.mode, self.num_layers = mode, max(1, num_layers)
+    `auto` stops while the last prefetches were not worth it, and tries again after pauses that double. Nothing is
+    predicted where the last two tokens missed no expert.
+    """
+
+    def __init__(self, mode: str, num_layers: int) -> None:
+        """mode: auto, 0 (never) or 1 (always)."""
+        self.mode = mode
+        self.num_layers = max(1, num_layers)
         self.gains = PrefetchGains()
-        self.is_on, self.pause = mode != "0", PAUSE
-        self.calls = 0  # since the last decision, LOOKS for each layer of each token
-        self.right, self.made = 1.0, 2.0  # guesses, slowly forgotten
-        self.hits_in_a_row = 0  # layers that missed nothing
+        self.is_on = mode != "0"
+        self.pause = PAUSE
+        self.num_calls = 0  # since the last review, PREDICTIONS for each layer of each token
+        self.useful, self.total = 1.0, 2.0  # decayed counts of prefetches
+        self.layers_without_miss = 0  # the last ones, in a row
 
-    def note_misses(self, count):
-        """A layer missed so many experts."""
-        self.hits_in_a_row = 0 if count else self.hits_in_a_row + 1
+    def record_misses(self, count: int) -> None:
+        """A layer missed `count` experts."""
+        self.layers_without_miss = 0 if count else self.layers_without_miss + 1
 
-    def wants(self, chunk_rows):
-        """Whether to guess a layer of a chunk."""
-        if self.hits_in_a_row >= 2 * self.num_layers:
+    def should_predict(self, chunk_rows: int) -> bool:
+        """Whether to predict the experts of a layer for a chunk."""
+        if self.layers_without_miss >= 2 * self.num_layers:
             return False
         if self.mode != "auto" or chunk_rows >= LONG_CHUNK:
             return self.mode != "0"
-        self.calls += 1
-        if self.calls >= (TRIAL if self.is_on else self.pause) * LOOKS * self.num_layers:
-            self.decide()
+        self.num_calls += 1
+        if self.num_calls >= (TRIAL if self.is_on else self.pause) * PREDICTIONS * self.num_layers:
+            self.review()
         return self.is_on
 
-    def decide(self):
-        self.calls = 0
+    def review(self) -> None:
+        """Begin a trial after a pause, or a pause after a trial that was not worth it."""
+        self.num_calls = 0
         if not self.is_on:
-            self.is_on, self.gains = True, PrefetchGains()
+            self.is_on = True
+            self.gains = PrefetchGains()
         elif self.gains.is_worth_it:
             self.pause = PAUSE
             for name in PrefetchGains.__slots__:
-                setattr(self.gains, name, KEPT * getattr(self.gains, name))
+                setattr(self.gains, name, CARRY_OVER * getattr(self.gains, name))
         else:
             self.is_on = False
-            self.pause, wait = min(2 * self.pause, LONGEST_PAUSE), self.pause
-            self.calls = (self.pause - wait) * LOOKS * self.num_layers  # this pause is the shorter one
+            wait = self.pause
+            self.pause = min(2 * wait, MAX_PAUSE)
+            self.num_calls = (self.pause - wait) * PREDICTIONS * self.num_layers  # this pause is the shorter one
 
-    def note(self, is_right, seconds):
-        """What became of a guess: the drive time it gained or cost."""
-        self.right, self.made = 0.99 * self.right + is_right, 0.99 * self.made + 1
-        if is_right:
+    def record_prefetch(self, is_useful: bool, seconds: float) -> None:
+        """A prefetch turned out useful or wasted; it gained or cost that much drive time."""
+        self.useful = FORGET * self.useful + is_useful
+        self.total = FORGET * self.total + 1
+        if is_useful:
             self.gains.gained += seconds
         else:
             self.gains.lost += seconds
 
-    def note_thinking(self, seconds):
-        """What finding out the guesses of a layer took."""
-        self.gains.thinking += seconds
+    def record_prediction(self, seconds: float) -> None:
+        """Predicting the experts of a layer took that long."""
+        self.gains.predicting += seconds
 
     @property
-    def confidence(self):
-        """Share of late guesses that were right, 0 to 1."""
-        return self.right / self.made
+    def accuracy(self) -> float:
+        """Share of recent prefetches that were useful, 0 to 1."""
+        return self.useful / self.total

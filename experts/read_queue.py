@@ -1,161 +1,182 @@
-"""FileReader threads: what is asked for is read in that order, several at a time, while the asker goes on.
+"""ReadQueue: reader threads that read experts into slots, several at a time, while the forward pass computes.
 
-`fill(read)` does the work of one read. Threads start with the first reads and end with `close`. What is needed now goes
-before what may be needed later, and the latter never takes all threads. Two clocks run: how long at least one read was
-under way, which is the drive's busy time; and how long nothing was needed now, time that guesses have for free.
+Reads that are needed now (urgent) go before prefetches, which never occupy all threads. Two clocks run: `busy` while at
+least one read is in flight, `slack` while no urgent read is pending or in flight: drive time that prefetches may use.
 """
 
 import threading
 import time
 from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from experts.policy import ExpertKey
 
 
 class ExpertRead:
-    """One expert on its way into a slot. `value` is what `fill` made of it, `error` what kept it from that.
+    """One expert on its way into a slot: afterwards `value` is the result of `fill`, or `error` its exception."""
 
-    `seconds` it took, `free_seconds` of them while nothing else was needed: up to now, if it is under way.
-    """
+    __slots__ = (
+        "ended_at", "error", "expert_slot", "is_done", "is_urgent", "key", "slack_at_end", "slack_at_start",
+        "started_at", "value",
+    )  # fmt: skip
 
-    __slots__ = ("began", "ended", "error", "free_before", "free_until", "is_over", "is_urgent", "key", "slot", "value")
-
-    def __init__(self, key, slot, is_urgent=True):
-        self.key, self.slot, self.is_urgent = key, slot, is_urgent
-        self.is_over, self.value, self.error = False, None, None
-        self.began = self.ended = self.free_before = self.free_until = None
+    def __init__(self, key: ExpertKey, expert_slot: tuple[int, int], is_urgent: bool = True) -> None:
+        self.key = key
+        self.expert_slot = expert_slot
+        self.is_urgent = is_urgent
+        self.is_done = False
+        self.value: Any = None
+        self.error: BaseException | None = None
+        self.started_at: float | None = None
+        self.ended_at = self.slack_at_start = self.slack_at_end = 0.0  # slack: of the queue's clock
 
 
 class Stopwatch:
-    """Seconds during which something held."""
+    """Seconds during which a condition held."""
 
-    def __init__(self, is_running):
-        self.before, self.since = 0.0, time.perf_counter() if is_running else None
+    def __init__(self, is_running: bool) -> None:
+        self.total = 0.0
+        self.since = time.perf_counter() if is_running else None
 
-    def set(self, is_running):
-        """From now on it holds, or it does not."""
+    def set(self, is_running: bool) -> None:
+        """Whether the condition holds from now on."""
         if is_running != (self.since is not None):
             now = time.perf_counter()
-            if is_running:
+            if self.since is None:
                 self.since = now
             else:
-                self.before, self.since = self.before + now - self.since, None
+                self.total += now - self.since
+                self.since = None
 
     @property
-    def seconds(self):
-        return self.before + (0.0 if self.since is None else time.perf_counter() - self.since)
+    def seconds(self) -> float:
+        return self.total + (0.0 if self.since is None else time.perf_counter() - self.since)
 
 
 class ReadQueue:
-    """At most `depth` reads at once, at most half of them guesses. One thread asks; `fill` is called in others."""
+    """At most `depth` reads in flight, at most half of them prefetches.
 
-    def __init__(self, fill, depth):
-        self.fill, self.depth = fill, max(1, depth)
-        self.guess_depth = max(1, self.depth // 2)
-        self.change = threading.Condition()
-        self.urgent, self.guesses = deque(), deque()  # that wait
-        self.under_way = []
-        self.threads, self.is_closed = [], False
-        self.busy, self.free = Stopwatch(False), Stopwatch(True)
-        self.num_over, self.seconds_over = 0, 0.0  # reads, and what each took together
+    One thread submits; `fill(read)` does the work of one read in a reader thread. Threads start with the first reads
+    and end with `close`.
+    """
 
-    def submit(self, read):
-        """Put a read in line."""
-        with self.change:
-            (self.urgent if read.is_urgent else self.guesses).append(read)
-            self.tell()
+    def __init__(self, fill: Callable[[ExpertRead], Any], depth: int) -> None:
+        self.fill = fill
+        self.depth = max(1, depth)
+        self.prefetch_depth = max(1, self.depth // 2)
+        self.changed = threading.Condition()
+        self.urgent: deque[ExpertRead] = deque()
+        self.prefetches: deque[ExpertRead] = deque()
+        self.in_flight: list[ExpertRead] = []
+        self.threads: list[threading.Thread] = []
+        self.is_closed = False
+        self.busy = Stopwatch(False)
+        self.slack = Stopwatch(True)
+        self.num_done = 0
+        self.total_read_seconds = 0.0
+
+    def submit(self, read: ExpertRead) -> None:
+        with self.changed:
+            (self.urgent if read.is_urgent else self.prefetches).append(read)
+            self.notify()
             if len(self.threads) < self.depth:
-                self.threads.append(threading.Thread(target=self.work, daemon=True, name="expert reader"))
+                self.threads.append(threading.Thread(target=self.run_reader, daemon=True, name="expert reader"))
                 self.threads[-1].start()
 
-    def promote(self, read):
-        """A guess is needed now."""
-        with self.change:
+    def promote(self, read: ExpertRead) -> None:
+        """Make a prefetch urgent."""
+        with self.changed:
             read.is_urgent = True
-            if read in self.guesses:
-                self.guesses.remove(read)
+            if read in self.prefetches:
+                self.prefetches.remove(read)
                 self.urgent.append(read)
-            self.tell()
+            self.notify()
 
-    def cancel(self, read):
-        """-> whether the read had not begun; then it never will."""
-        with self.change:
-            for waiting in (self.urgent, self.guesses):
-                if read in waiting:
-                    waiting.remove(read)
-                    self.tell()
+    def cancel(self, read: ExpertRead) -> bool:
+        """Remove a read that has not started; False if it has."""
+        with self.changed:
+            for pending in (self.urgent, self.prefetches):
+                if read in pending:
+                    pending.remove(read)
+                    self.notify()
                     return True
         return False
 
-    def wait(self, reads):
-        """Block until one of `reads` is over -> all of them that are."""
-        with self.change:
-            while not (over := [read for read in reads if read.is_over]):
-                self.change.wait()
-        return over
+    def wait(self, reads: Sequence[ExpertRead]) -> list[ExpertRead]:
+        """Block until one of `reads` is done -> all of them that are."""
+        with self.changed:
+            while not (done := [read for read in reads if read.is_done]):
+                self.changed.wait()
+        return done
 
-    def times(self, read):
-        """-> (seconds since a read began, those of them that were free), up to its end; zeros before it began."""
-        with self.change:
-            if read.began is None:
+    def read_times(self, read: ExpertRead) -> tuple[float, float]:
+        """(seconds from the start of a read to its end or now, slack seconds among them); zeros before it started."""
+        with self.changed:
+            if read.started_at is None:
                 return 0.0, 0.0
-            if read.is_over:
-                return read.ended - read.began, read.free_until - read.free_before
-            return time.perf_counter() - read.began, self.free.seconds - read.free_before
+            if read.is_done:
+                return read.ended_at - read.started_at, read.slack_at_end - read.slack_at_start
+            return time.perf_counter() - read.started_at, self.slack.seconds - read.slack_at_start
 
     @property
-    def mean_seconds(self):
-        """What a read takes."""
-        return self.seconds_over / max(1, self.num_over)
+    def mean_read_seconds(self) -> float:
+        return self.total_read_seconds / max(1, self.num_done)
 
     @property
-    def busy_seconds(self):
-        """How long at least one read was under way."""
-        with self.change:
+    def busy_seconds(self) -> float:
+        """Seconds during which at least one read was in flight."""
+        with self.changed:
             return self.busy.seconds
 
-    def tell(self):
-        """Something changed: set the clocks, wake who waits. The lock is held."""
-        self.busy.set(bool(self.under_way))
-        self.free.set(not self.urgent and not any(read.is_urgent for read in self.under_way))
-        self.change.notify_all()
+    def notify(self) -> None:
+        """Set the clocks and wake all waiting threads after a change. The lock is held."""
+        self.busy.set(bool(self.in_flight))
+        self.slack.set(not self.urgent and not any(read.is_urgent for read in self.in_flight))
+        self.changed.notify_all()
 
-    def work(self):
-        """A reader thread."""
-        while (read := self.take()) is not None:
+    def run_reader(self) -> None:
+        """Body of a reader thread."""
+        while (read := self.start_next()) is not None:
             try:
                 read.value = self.fill(read)
-            except BaseException as error:  # it belongs to whoever asked
+            except BaseException as error:  # raised in the thread that waits for the read
                 read.error = error
-            with self.change:
-                self.under_way.remove(read)
-                read.ended, read.free_until, read.is_over = time.perf_counter(), self.free.seconds, True
-                self.num_over += 1
-                self.seconds_over += read.ended - read.began
-                self.tell()
+            with self.changed:
+                self.in_flight.remove(read)
+                read.ended_at = time.perf_counter()
+                read.slack_at_end = self.slack.seconds
+                read.is_done = True
+                self.num_done += 1
+                self.total_read_seconds += read.ended_at - read.started_at  # type: ignore[operator]  # it started
+                self.notify()
 
-    def take(self):
-        """The next read, begun; None when the queue is closed."""
-        with self.change:
+    def start_next(self) -> ExpertRead | None:
+        """Wait for the next read and start it; None when the queue is closed."""
+        with self.changed:
             while not self.is_closed:
                 if self.urgent:
                     read = self.urgent.popleft()
-                elif self.guesses and sum(not read.is_urgent for read in self.under_way) < self.guess_depth:
-                    read = self.guesses.popleft()
+                elif self.prefetches and sum(not read.is_urgent for read in self.in_flight) < self.prefetch_depth:
+                    read = self.prefetches.popleft()
                 else:
-                    self.change.wait()
+                    self.changed.wait()
                     continue
-                self.under_way.append(read)
-                self.tell()
-                read.began, read.free_before = time.perf_counter(), self.free.seconds
+                self.in_flight.append(read)
+                self.notify()
+                read.started_at = time.perf_counter()
+                read.slack_at_start = self.slack.seconds
                 return read
             return None
 
-    def close(self):
-        """What is under way ends, what waits is dropped. Reads after that start threads anew."""
-        with self.change:
+    def close(self) -> None:
+        """Finish the reads in flight and drop the pending ones. A later submit starts threads again."""
+        with self.changed:
             self.is_closed = True
-            self.change.notify_all()
+            self.changed.notify_all()
         for thread in self.threads:
             thread.join()
         self.urgent.clear()
-        self.guesses.clear()
-        self.threads, self.is_closed = [], False
+        self.prefetches.clear()
+        self.threads = []
+        self.is_closed = False

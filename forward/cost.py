@@ -194,4 +194,4 @@ def expert_bytes(layout: ExpertLayout, bits: int = 16) -> int:
     """Bytes of an expert in memory, which each step that uses it reads: as stored, or quantized to `bits` at load."""
     if bits == 16 or layout.is_packed:
         return layout.stored_bytes
-    return sum(packed_bytes(integer_format(bits), piece.rows, piece.columns) for piece in layout.pieces)
+    return sum(packed_bytes(integer_format(bits), matrix.rows, matrix.columns) for matrix in layout.matrices)

@@ -12,7 +12,7 @@ from forward.chunk import Chunk
 from forward.mlp import mlp
 from forward.model import Model
 from forward.moe import moe
-from forward.router import look_ahead
+from forward.router import prefetch_experts
 from kernels.dispatch import rms_norm
 from snapshot.weights import LayerWeights, MlaWeights, MoeWeights
 
@@ -28,7 +28,7 @@ def layer_forward(
 ) -> tuple[Tensor, Selections]:
     """x [T, D] -> ([T, D], selections of the last layer with an indexer). observer: as of moe."""
     config, attention = model.config, weights.attention
-    look_ahead(model, layer, x)
+    prefetch_experts(model, layer, x)
     with model.profile.measure("attention"):
         normed = rms_norm(x, attention.input_norm, config.rms_norm_eps)
         if isinstance(attention, MlaWeights):
@@ -38,6 +38,6 @@ def layer_forward(
         normed = rms_norm(out, attention.post_norm, config.rms_norm_eps, added=x)  # adds x to out, in place
     if isinstance(weights.mlp, MoeWeights):
         return moe(model, layer, weights.mlp, normed, out, observer).add_(out), selections
-    look_ahead(model, layer + 1, out)
+    prefetch_experts(model, layer + 1, out)
     with model.profile.measure("dense-mlp"):
         return mlp(normed, weights.mlp).add_(out), selections

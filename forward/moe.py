@@ -14,7 +14,7 @@ from torch import Tensor
 from experts.route_observer import RouteObserver
 from forward.mlp import mlp
 from forward.model import Model
-from forward.router import count_rows, look_ahead, route
+from forward.router import count_rows, prefetch_experts, route
 from kernels.dispatch import add_experts, add_weighted, expert_outputs, group_by_expert
 from kernels.reference import ClampedSwiGlu
 from snapshot.config import ModelConfig
@@ -38,7 +38,7 @@ def moe(
         if route_observer:
             route_observer.record(layer, uses, len(x), rows)
     with model.experts.request(layer, uses, len(x)) as request:
-        look_ahead(model, layer + 1, residual)
+        prefetch_experts(model, layer + 1, residual)
         with model.profile.measure("expert-matmul"):
             out = mlp(x, weights.shared) if weights.shared else torch.zeros_like(x)
         for first, last in split_experts(starts.tolist(), OUTPUT_BYTES // (4 * x.shape[1])):

@@ -39,11 +39,15 @@ def count_rows(experts: list[int], starts: Tensor) -> dict[int, int]:
     return dict(zip(experts, starts.diff().tolist(), strict=True))
 
 
-def look_ahead(model: Model, layer: int, residual: Tensor) -> None:
-    """Tell the cache which experts a layer is likely to ask for: those its router takes for the residual [T, D] as it
-    is now, with what comes between left out. Nothing where the layer has no experts or guessing does not pay."""
+def prefetch_experts(model: Model, layer: int, residual: Tensor) -> None:
+    """Prefetch the experts that a layer will probably request: those its router chooses for the residual [T, D] as it
+    is now, without what comes in between. Nothing where the layer has no experts or prefetching does not pay."""
     cache = model.experts
-    if layer not in cache.home or layer >= model.config.num_layers or not cache.lookahead.wants(len(residual)):
+    if (
+        layer not in cache.pool_index
+        or layer >= model.config.num_layers
+        or not cache.prefetcher.should_predict(len(residual))
+    ):
         return
     started = time.perf_counter()
     with model.profile.measure("router"):
@@ -55,5 +59,5 @@ def look_ahead(model: Model, layer: int, residual: Tensor) -> None:
         # The router is surest of those to which it gives most.
         weight = torch.cat([shares.new_zeros(1), shares.cumsum(0)])[starts].diff().tolist()
         order = sorted(range(len(experts)), key=lambda i: -weight[i])
-        cache.look_ahead(layer, {experts[i]: uses[experts[i]] for i in order})
-    cache.lookahead.note_thinking(time.perf_counter() - started)
+        cache.prefetch(layer, {experts[i]: uses[experts[i]] for i in order})
+    cache.prefetcher.record_prediction(time.perf_counter() - started)

@@ -121,7 +121,6 @@ def load_model(settings: Any, opened: OpenedSnapshot | None = None) -> LoadedMod
         plan.floor,
         settings.expert_bits,
         settings.exact,
-        settings.expert_tier,
         settings.lookahead,
         MemoryGuard(plan.budget_bytes),
     )
@@ -129,7 +128,7 @@ def load_model(settings: Any, opened: OpenedSnapshot | None = None) -> LoadedMod
     weights = opened.dense.load(opened.reader, settings.dense_bits, settings.exact)
     model = Model(config, weights, experts, plan.prefill_chunk, trace=trace)
     usage = history = None
-    if settings.usage and settings.expert_tier == "full" and config.sparse_layers:
+    if settings.usage and config.sparse_layers:
         usage = UsageHistory(opened, settings.cache)
         counts, history = usage.load()
         experts.prime(counts)

@@ -19,7 +19,7 @@ def lossy_options(settings: Any, num_active: int, dense: DenseTensors, disk: Exp
     lossy = [
         f"{which} weights are quantized to {bits} bits at load, in groups of {GROUP} columns"
         for which, bits, quantizes in (
-            ("expert", settings.expert_bits, disk.packs(settings.expert_bits)),
+            ("expert", settings.expert_bits, disk.quantizes(settings.expert_bits)),
             ("dense", settings.dense_bits, quantizes_dense),
         )
         if quantizes

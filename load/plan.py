@@ -10,7 +10,7 @@ from typing import Any
 
 from errors import Refused
 from experts.disk import ExpertDisk
-from experts.slots import ExpertSlots, share_out, slot_bytes
+from experts.slots import ExpertSlots, expert_slot_bytes, split_into_slots
 from forward.cost import scratch_bytes
 from forward.kv_cache import kv_cache_bytes
 from kernels.build import has_compiler
@@ -130,15 +130,15 @@ def make_plan(
     memory exceeds its share.
     """
     budget, source = memory_budget(settings.ram_gb)
-    sizes = {layer: slot_bytes(config, disk, layer, settings.expert_bits) for layer in disk.layers}
+    sizes = {layer: expert_slot_bytes(config, disk, layer, settings.expert_bits) for layer in disk.layers}
     is_native = settings.kernels != "reference" and has_compiler()
     # Quantizing an expert at load takes the expert as stored, and a block of weight rows in float32 four times.
     block_bytes = min(ROWS_BYTES, 4 * config.hidden_size * config.moe_intermediate_size)
-    quantize_bytes = disk.max_expert_bytes + 4 * block_bytes if disk.packs(settings.expert_bits) else 0
+    quantize_bytes = disk.max_expert_bytes + 4 * block_bytes if disk.quantizes(settings.expert_bits) else 0
 
     def plan_with(chunk: int, cache_bytes: int = 0) -> MemoryPlan:
         per_layer = settings.cap if settings.cap or cache_bytes else 1
-        slots = share_out(sizes, config.num_experts, cache_bytes, per_layer)
+        slots = split_into_slots(sizes, config.num_experts, cache_bytes, per_layer)
         return MemoryPlan(
             budget_bytes=budget,
             budget_source=source,

@@ -115,7 +115,7 @@ class RunReport:
     def drive_speed(self) -> float | None:
         """Bytes a second of plain reads from all drives, as measured at their first use; None: not measured."""
         drives = self.loaded.disk.drives.all
-        known = all(drive.speed.arms for drive in drives)
+        known = all(drive.speed.rates for drive in drives)
         return sum(drive.speed.gigabytes_per_second for drive in drives) * 1e9 if known else None
 
     def finish(
@@ -171,8 +171,8 @@ class RunReport:
             "drive": self.loaded.drive,
             "drive_bytes_s": self.drive_speed,
             "drive_use": divide(cache.bytes_read, whole.seconds * (self.drive_speed or 0)),
-            "ahead_useful_bytes": cache.ahead_useful_bytes,
-            "ahead_wasted_bytes": cache.ahead_wasted_bytes,
+            "ahead_useful_bytes": cache.useful_prefetch_bytes,
+            "ahead_wasted_bytes": cache.wasted_prefetch_bytes,
             "rss_bytes": rss_bytes(),
             "peak_rss_bytes": peak_rss_bytes(),
             "budget_bytes": plan.budget_bytes,
@@ -195,8 +195,8 @@ class RunReport:
             say("[run] " + "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
         cache = (self.ended or self.mark()).since(self.started).cache
         say(
-            f"[run] expert prefetch: {cache.ahead_useful_bytes / 1e9:.3f} GB used, "
-            f"{cache.ahead_wasted_bytes / 1e9:.3f} GB wasted | "
+            f"[run] expert prefetch: {cache.useful_prefetch_bytes / 1e9:.3f} GB used, "
+            f"{cache.wasted_prefetch_bytes / 1e9:.3f} GB wasted | "
             f"expert cache {self.model.experts.num_bytes / 1e9:.2f} GB | "
             f"peak RSS {peak_rss_bytes() / 1e9:.2f} of {self.loaded.plan.budget_bytes / 1e9:.2f} GB | "
             f"{self.counters.tokens_per_forward:.2f} tokens a forward"
@@ -230,7 +230,7 @@ def say_loaded(loaded: LoadedModel) -> None:
 def save_usage(loaded: LoadedModel, num_tokens: int) -> None:
     """Add the expert use of a run of `num_tokens` to the history that the next run begins with."""
     if loaded.usage:
-        loaded.usage.save(loaded.model.experts.counts(), num_tokens)
+        loaded.usage.save(loaded.model.experts.use_counts(), num_tokens)
 
 
 def divide(a: float, b: float) -> float:

@@ -188,7 +188,7 @@ class Conversion:
 
     def expert_group(self, layer: int, expert: int, role: str) -> TensorGroup:
         names = self.family.expert_tensors(self.config, layer, expert)
-        stored = zip(MATRICES, self.disk.matrices(layer, expert), strict=True)
+        stored = zip(MATRICES, self.disk.stored_weights(layer, expert), strict=True)
         return TensorGroup(*(self.make_matrix(names[word][0], role, matrix) for word, matrix in stored))
 
     def make_matrix(self, name: str, role: str, stored: StoredWeight) -> ConvertedMatrix:

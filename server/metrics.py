@@ -75,8 +75,8 @@ class Metrics(Collector):
         yield SummaryMetricFamily(
             "colibri_expert_read_seconds",
             "Duration of expert reads",
-            count_value=queue.num_over,
-            sum_value=queue.seconds_over,
+            count_value=queue.num_done,
+            sum_value=queue.total_read_seconds,
         )
         yield GaugeMetricFamily("colibri_queue_length", "Requests in the queue", statistics["queue"])
         slots = GaugeMetricFamily("colibri_slots", "KV slots", labels=["state"])

@@ -101,10 +101,10 @@ def test_a_step_reads_what_is_resident_once(load):
 
 def test_bytes_of_an_expert(load):
     loaded = load(EMBEDDED_SNAPSHOT)
-    place = loaded.disk.places[1, 0]
+    layout = loaded.disk.layouts[1, 0]
     weights = 3 * 192 * 64
-    assert cost.expert_bytes(place) == 2 * weights == place.stored_bytes
-    assert cost.expert_bytes(place, 4) == weights / 2 + 4 * weights / 64  # float32 scales
+    assert cost.expert_bytes(layout) == 2 * weights == layout.stored_bytes
+    assert cost.expert_bytes(layout, 4) == weights / 2 + 4 * weights / 64  # float32 scales
 
 
 # ---------------------------------------------------------------------------------------------------------------------

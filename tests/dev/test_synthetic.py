@@ -40,12 +40,12 @@ def test_every_format_runs_and_has_its_size(name, load, tmp_path):
     folder = make(tmp_path / "s", *SMALL, "--format", name)
     loaded, fmt = load(folder, cap=16), FORMATS[name]
     assert set(loaded.disk.formats()) == {fmt}
-    for (layer, _), place in loaded.disk.places.items():
+    for (layer, _), layout in loaded.disk.layouts.items():
         shapes = ((WIDTH, HIDDEN), (WIDTH, HIDDEN), (HIDDEN, WIDTH))
         scale_bytes = 2 if fmt.is_integer else 4
-        assert place.stored_bytes == sum(fmt.num_bytes(*shape, scale_bytes) for shape in shapes)
-        assert len(place.runs) == 1 and place.runs[0].offset % PAGE == 0
-        assert loaded.disk.expert_bytes[layer] == place.num_bytes == -(-place.stored_bytes // 4096) * 4096
+        assert layout.stored_bytes == sum(fmt.num_bytes(*shape, scale_bytes) for shape in shapes)
+        assert len(layout.ranges) == 1 and layout.ranges[0].offset % PAGE == 0
+        assert loaded.disk.expert_bytes[layer] == layout.num_bytes == -(-layout.stored_bytes // 4096) * 4096
     ids = full_ids(folder)
     logits = step_all(loaded.model, [(ids, make_kv_cache(loaded.config, len(ids)))])
     assert logits.isfinite().all()

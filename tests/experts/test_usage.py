@@ -1,4 +1,4 @@
-"""The history of which experts a model uses: whose it is, what is kept, what is believed."""
+"""The usage history: the identity of a model, what is kept over runs, and damaged files."""
 
 import json
 import math
@@ -13,16 +13,16 @@ from hypothesis import strategies as st
 
 from errors import Refused
 from experts import usage as usage_module
-from experts.policy import EvictionPolicy, LruPolicy
+from experts.policy import EvictionPolicy
 from experts.usage import (
     LONG_RUN_USES,
     MAX_C_ENGINE_BYTES,
     MAX_FILE_BYTES,
-    MOST_USES,
+    MAX_USES,
     PRIMED_TOKENS,
     ROUTER_BYTES,
     UsageHistory,
-    parse,
+    parse_history,
 )
 from load.model import open_snapshot
 from machine import files
@@ -36,7 +36,7 @@ COUNTS = {(1, 0): 0.01, (1, 7): 12.346, (3, 5): 700.0}
 
 @pytest.fixture
 def open_usage(tmp_path):
-    """open_usage(folder, cache) -> its Usage; by default of the fixture, in tmp_path / "cache"."""
+    """open_usage(folder, cache) -> its UsageHistory; by default of the fixture, in tmp_path / "cache"."""
     opened = []
 
     def open_usage(folder=FIXTURES / NAME, cache=tmp_path / "cache"):
@@ -74,21 +74,21 @@ def test_a_history_is_kept_over_runs(open_usage, tmp_path):
         "counts": {str(layer): [[e, n] for (at, e), n in COUNTS.items() if at == layer] for layer in LAYERS},
     }
     second = open_usage()
-    assert second.load()[1] == "[usage] begins with what 40 tokens of earlier runs used"
+    assert second.load()[1] == "[usage] starts with the expert usage of 40 tokens of earlier runs"
     assert second.history == COUNTS
     second.save(COUNTS, tokens=2)
-    assert "what 42 tokens" in open_usage().load()[1]
+    assert "of 42 tokens" in open_usage().load()[1]
 
 
-def test_a_run_begins_with_little_of_it(open_usage):
+def test_a_run_is_primed_with_a_part_of_the_history(open_usage):
     usage = open_usage()
     usage.save(COUNTS, 40)
     primed, most = usage.load()[0], usage.config.num_active_experts * PRIMED_TOKENS
     assert primed[1, 7] == 12.346 and primed[3, 5] == most < 700
 
 
-def test_runs_are_added_and_slowly_forgotten(open_usage):
-    """What a run was primed with is not counted again; what it used is, and the old part fades by tokens."""
+def test_runs_are_added_and_decay(open_usage):
+    """The primed counts of a run are not added again; its own uses are, and the history decays by tokens."""
     usage = open_usage()
     usage.load()
     usage.save({(1, 0): 30.0, (1, 1): 2.0}, tokens=40)
@@ -96,18 +96,18 @@ def test_runs_are_added_and_slowly_forgotten(open_usage):
     policy = EvictionPolicy(LAYERS, 8, 2)
     policy.prime(usage.load()[0])
     for _ in range(512):
-        policy.used(1, {1: 1}, 1)
-    usage.save(policy.counts(), tokens=512)
-    counts = open_usage().read()[1]
+        policy.record_uses(1, {1: 1}, 1)
+    usage.save(policy.use_counts(), tokens=512)
+    counts = open_usage().read_history()[1]
     assert counts[1, 0] == pytest.approx(30 * 2 ** (-512 / 8192), abs=0.01)
     assert counts[1, 1] == pytest.approx(2 * 2 ** (-512 / 8192) + 0.5 * 512 / math.log(2), rel=0.01)
 
 
-def test_nothing_learned_forgets_nothing(open_usage):
+def test_a_run_without_uses_leaves_the_file(open_usage):
     usage = open_usage()
     usage.save(COUNTS, 40)
-    usage.save(LruPolicy(LAYERS, 8, 2).counts(), 40)
-    assert usage.read()[1] == COUNTS
+    usage.save({}, 40)
+    assert usage.read_history()[1] == COUNTS
 
 
 @pytest.mark.parametrize("error", [OSError("disk full"), KeyboardInterrupt()])
@@ -128,15 +128,15 @@ def test_a_failed_write_leaves_the_old_file(open_usage, tmp_path, monkeypatch, e
     assert usage.path.read_bytes() == before and files_below(tmp_path) == [usage.path.name]
 
 
-def test_a_cache_that_cannot_be_written(open_usage, tmp_path):
+def test_a_cache_folder_that_cannot_be_written(open_usage, tmp_path):
     (tmp_path / "file").write_text("")
     usage = open_usage(cache=tmp_path / "file")
     usage.save(COUNTS, 40)
     assert usage.load() == ({}, None) and files_below(tmp_path) == ["file"]
 
 
-def test_many_end_at_once(open_usage, tmp_path):
-    """Whoever reads in between, and whoever comes after, finds one history whole."""
+def test_concurrent_saves(open_usage, tmp_path):
+    """Readers meanwhile and afterwards find one complete history."""
     usage = open_usage()
     writers = [
         threading.Thread(target=lambda n=n: [usage.save({(2, e): float(n) for e in range(8)}, n) for _ in range(50)])
@@ -153,7 +153,7 @@ def test_many_end_at_once(open_usage, tmp_path):
     assert files_below(tmp_path) == [usage.path.name]
 
 
-# --- whose it is ------------------------------------------------------------------------------------------------------
+# --- identity of a model ----------------------------------------------------------------------------------------------
 
 
 def test_a_copy_is_the_same_model(open_usage, copied, tmp_path):
@@ -167,7 +167,7 @@ def test_a_copy_is_the_same_model(open_usage, copied, tmp_path):
     assert open_usage(tmp_path / "links").path == path
 
 
-def test_other_models_are_told_apart(open_usage, copied, tmp_path):
+def test_other_models_have_other_identities(open_usage, copied, tmp_path):
     paths = [open_usage(FIXTURES / name).path for name in ORACLES if (FIXTURES / name / "model.safetensors").exists()]
     config, weights = copied / "config.json", copied / "model.safetensors"
     data = config.read_bytes(), weights.read_bytes()
@@ -194,7 +194,7 @@ def test_other_models_are_told_apart(open_usage, copied, tmp_path):
     assert len(set(paths)) == len(paths)
 
 
-def test_only_the_beginning_of_a_router_is_read(open_usage, monkeypatch):
+def test_only_the_start_of_a_router_is_read(open_usage, monkeypatch):
     usage_paths = set()
     for limit in (1, 2, ROUTER_BYTES):
         monkeypatch.setattr(usage_module, "ROUTER_BYTES", limit)
@@ -202,7 +202,7 @@ def test_only_the_beginning_of_a_router_is_read(open_usage, monkeypatch):
     assert len(usage_paths) == 3
 
 
-# --- what is believed -------------------------------------------------------------------------------------------------
+# --- damaged files ----------------------------------------------------------------------------------------------------
 
 GOOD = {"usage": 1, "layers": [1, 2, 3, 4], "num_experts": 8, "tokens": 4, "counts": {"1": [[0, 1.5]], "3": []}}
 BAD_NUMBERS = [-1, 10**400, True, False, None, "4", 4.0, [], {}, math.nan, math.inf]
@@ -227,11 +227,11 @@ TEXTS += ['{"usage": 1, ' + json.dumps(GOOD)[1:], json.dumps(GOOD) + " " * MAX_F
 TEXTS += [json.dumps(GOOD).replace("[0, 1.5]", "[0, 1.5], " * 1000 + "[" * 50_000)]
 
 
-def test_a_good_file_is_taken(open_usage):
+def test_a_good_file_is_used(open_usage):
     usage = open_usage()
     usage.path.parent.mkdir(parents=True)
     usage.path.write_text(json.dumps(GOOD))
-    assert usage.load() == ({(1, 0): 1.5}, "[usage] begins with what 4 tokens of earlier runs used")
+    assert usage.load() == ({(1, 0): 1.5}, "[usage] starts with the expert usage of 4 tokens of earlier runs")
 
 
 def test_a_hostile_file_is_no_history(open_usage):
@@ -241,10 +241,10 @@ def test_a_hostile_file_is_no_history(open_usage):
         usage.path.write_bytes(text.encode("latin-1"))
         counts, notice = usage.load()
         assert counts == {} and notice.startswith("[usage] "), text[:200]
-        assert notice.endswith("; begins without a history") and notice.isprintable() and len(notice) < 700
+        assert notice.endswith("; starts without a history") and notice.isprintable() and len(notice) < 700
     assert usage.tokens == 0
     usage.save(COUNTS, 40)
-    assert usage.read()[1] == COUNTS
+    assert usage.read_history()[1] == COUNTS
 
 
 def test_a_deep_or_large_file_takes_no_time(open_usage):
@@ -260,12 +260,12 @@ def test_a_deep_or_large_file_takes_no_time(open_usage):
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink("nowhere", path)])
-def test_what_is_no_file_is_no_history(open_usage, make):
+def test_a_path_that_is_no_file_is_no_history(open_usage, make):
     usage = open_usage()
     usage.path.parent.mkdir(parents=True)
     make(usage.path)
     counts, notice = usage.load()
-    assert counts == {} and notice.endswith("; begins without a history")
+    assert counts == {} and notice.endswith("; starts without a history")
     usage.save(COUNTS, 40)  # a folder stays, the others are replaced
 
 
@@ -275,21 +275,21 @@ TABLES = st.dictionaries(st.sampled_from(["1", "2", "5", "x"]), PAIRS, max_size=
 
 
 @given(TABLES, st.dictionaries(st.sampled_from(sorted(GOOD)), VALUES, max_size=1))
-def test_only_counts_of_the_model_come_out(table, changes):
+def test_only_counts_of_the_model_are_returned(table, changes):
     try:
-        tokens, counts = parse("file", json.dumps(GOOD | {"counts": table} | changes).encode(), LAYERS, 8)
+        tokens, counts = parse_history("file", json.dumps(GOOD | {"counts": table} | changes).encode(), LAYERS, 8)
     except Refused:
         return
     assert type(tokens) is int and tokens >= 0
     policy = EvictionPolicy(LAYERS, 8, 2)
     policy.prime(counts)
-    assert all(0 < uses <= MOST_USES for uses in policy.counts().values())
+    assert all(0 < uses <= MAX_USES for uses in policy.use_counts().values())
 
 
 @given(st.binary(max_size=60))
-def test_any_bytes_are_refused_in_a_line(data):
+def test_any_bytes_are_refused(data):
     with pytest.raises(Refused):
-        parse("file", data, LAYERS, 8)
+        parse_history("file", data, LAYERS, 8)
 
 
 # --- the C engine's file ----------------------------------------------------------------------------------------------
@@ -305,19 +305,19 @@ def test_the_c_engines_file_is_the_first_history(open_usage, copied):
     usage = open_usage(copied)
     counts, notice = usage.load()
     assert counts == {(1, 0): 3, (1, 7): 4, (3, 5): 2}
-    assert notice == "[usage] begins with .coli_usage, the C engine's history"
+    assert notice == "[usage] starts with .coli_usage, the C engine's history"
     usage.save(COUNTS, 40)
-    assert open_usage(copied).read()[1] == pytest.approx(
+    assert open_usage(copied).read_history()[1] == pytest.approx(
         COUNTS | {(1, 0): 2.99, (1, 7): 12.543, (3, 5): 700.099}, abs=0.001
     )
-    assert "what 40 tokens" in open_usage(copied).load()[1]  # from then on ours
+    assert "of 40 tokens" in open_usage(copied).load()[1]  # from then on ours
     assert sorted((path, path.stat().st_mtime_ns) for path in copied.rglob("*")) == before
 
 
-def test_a_lifetime_is_scaled_to_what_ageing_leaves(open_usage, copied):
+def test_undecayed_counts_are_scaled_to_the_decayed_limit(open_usage, copied):
     c_engine(copied, "".join(f"1 {e} {(e + 1) * 10**9}\n" for e in range(8)) + "2 0 4000000000\n3 1 5\n")
     usage = open_usage(copied)
-    counts, most = usage.read()[1], usage.config.num_active_experts * LONG_RUN_USES
+    counts, most = usage.read_history()[1], usage.config.num_active_experts * LONG_RUN_USES
     first = [counts[1, e] for e in range(8)]
     assert sum(first) == pytest.approx(most)
     assert first == pytest.approx([first[0] * (e + 1) for e in range(8)])
@@ -325,7 +325,7 @@ def test_a_lifetime_is_scaled_to_what_ageing_leaves(open_usage, copied):
     assert counts[3, 1] == 5
     usage.load()
     usage.save({(1, 0): 1e-9}, 0)
-    assert usage.read()[1] == pytest.approx(counts, abs=0.001)
+    assert usage.read_history()[1] == pytest.approx(counts, abs=0.001)
 
 
 def test_damaged_lines_and_other_layers_are_skipped(open_usage, copied):
@@ -351,7 +351,7 @@ def test_damaged_lines_and_other_layers_are_skipped(open_usage, copied):
 
 
 def test_a_huge_file_of_the_c_engine(open_usage, copied):
-    """What is read ends in the middle of a line, which is not taken for a smaller number."""
+    """The bytes that are read end in the middle of a line, which is not taken for a smaller number."""
     line = "1 1 1000000\n"
     c_engine(copied, "1 0 1\n" + line * (MAX_C_ENGINE_BYTES // len(line) + 9))
     usage = open_usage(copied)
@@ -368,7 +368,7 @@ def test_a_huge_file_of_the_c_engine(open_usage, copied):
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink("nowhere", path)])
-def test_what_the_c_engine_did_not_write(open_usage, copied, make):
+def test_a_c_engine_path_that_is_no_file(open_usage, copied, make):
     make(copied / ".coli_usage")
     counts, notice = open_usage(copied).load()
-    assert counts == {} and ".coli_usage" in notice and notice.endswith("; begins without a history")
+    assert counts == {} and ".coli_usage" in notice and notice.endswith("; starts without a history")

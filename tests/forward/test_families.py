@@ -271,8 +271,8 @@ def test_costs_are_those_of_the_weights(load, name):
         if stored.name not in apart and not any(part in stored.name for part in chooses)
     )
     routers = len(config.sparse_layers) * config.num_experts * config.hidden_size
-    place = loaded.disk.places[config.sparse_layers[0], 0]
-    of_expert = sum(piece.rows * piece.columns for piece in place.pieces)
+    layout = loaded.disk.layouts[config.sparse_layers[0], 0]
+    of_expert = sum(matrix.rows * matrix.columns for matrix in layout.matrices)
     experts = len(config.sparse_layers) * config.num_active_experts * of_expert
     assert cost.matrix_weights(config, dense.has_indexer) == counted + routers + experts
     for length in (1, 13, 40):

@@ -144,7 +144,7 @@ def test_experts_in_any_order_and_in_groups_give_the_same_bits(cap, rows, oracle
     monkeypatch.setattr(forward.moe, "OUTPUT_BYTES", 4 * model.config.hidden_size * rows)
     assert torch.equal(all_logits(model, ids), expected)
     assert (counters.hits, counters.misses) == (0, asked)
-    there = len(model.experts.resident)
+    there = len(model.experts.cached)
     assert torch.equal(all_logits(model, ids), expected)
     assert counters.hits + counters.misses == 2 * asked
     if cap == 8 or rows == 1000:  # a slot for each, or one group: what is there is used before it goes

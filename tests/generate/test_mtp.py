@@ -283,7 +283,7 @@ def test_only_accepted_tokens_are_learned_from(load, wrong):
     draft = Guesser(model, kv, DraftLength("3"))
     list(spec_decode(model, kv, prompt, Sampler(), 40, (), draft, None, counters))
     assert (counters.accepted == 0) == wrong and draft.routes is None
-    uses = sum(total for (layer, _), total in model.experts.counts().items() if layer < model.config.num_layers)
+    uses = sum(total for (layer, _), total in model.experts.use_counts().items() if layer < model.config.num_layers)
     # 46 tokens of the text went through, each with 4 experts a layer, less what 512 tokens' half-life took of them.
     per_token = uses / num_layers / 4
     assert 0.75 * 46 < per_token <= 46

@@ -314,7 +314,7 @@ def test_only_accepted_tokens_of_each_row_are_learned_from(load, monkeypatch, ki
         if kind is Wrong:  # of [token, 3 guesses] for each row, fewer at the end
             assert len(right) == 3 and 0 in right
     # Of each row all but the last token went through, each with 4 experts a layer, less what was forgotten.
-    uses = sum(total for (layer, _), total in model.experts.counts().items() if layer < model.config.num_layers)
+    uses = sum(total for (layer, _), total in model.experts.use_counts().items() if layer < model.config.num_layers)
     tokens = len(prompt) + 3 * 29
     assert 0.75 * tokens < uses / num_layers / 4 <= tokens
 

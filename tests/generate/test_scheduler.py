@@ -241,7 +241,7 @@ def test_only_what_was_said_is_learned_from(serve):
     assert all(len(h.ids()) == 30 for h in heard)
     assert scheduler.batch.draft.routes is None
     last, numbers = scheduler.config.num_layers, scheduler.numbers()
-    uses = sum(total for (layer, _), total in scheduler.model.experts.counts().items() if layer < last)
+    uses = sum(total for (layer, _), total in scheduler.model.experts.use_counts().items() if layer < last)
     # Of each text all but the last token went through, each with 4 experts a layer, less what was forgotten.
     tokens, layers = 4 * 59, len(scheduler.config.sparse_layers)
     assert 0.5 * tokens < uses / layers / 4 <= tokens < numbers["answer_rows"] + numbers["prompt_rows"]

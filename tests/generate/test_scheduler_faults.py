@@ -245,14 +245,14 @@ def test_a_nan_ends_its_own_request_alone(serve, expected, tmp_path):
 def test_read_errors(serve, expected):
     """One that goes away changes nothing; one that stays ends what needs the expert, and the server lives on."""
     scheduler, requests = serve(3, cap=1, DRAFT="3"), list(expected)
-    disk, plain, fail = scheduler.model.experts.disk, scheduler.model.experts.disk.read, []
+    disk, plain, fail = scheduler.model.experts.disk, scheduler.model.experts.disk.read_expert, []
 
     def read(*place):
         if fail and fail[-1]():
             raise Refused("model.safetensors at 4096: Input/output error (5)")
         return plain(*place)
 
-    disk.read = read
+    disk.read_expert = read
     failures = [True]
     fail.append(lambda: failures and failures.pop())
     heard = [ask(scheduler, request) for request in requests[:3]]

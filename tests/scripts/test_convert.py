@@ -53,8 +53,8 @@ def dequantized(container, out):
         tensors[name] = (
             read_stored_weight(reader, stored).dequantize().clone() if is_matrix else read_float_tensor(reader, stored)
         )
-    for layer, expert in disk.places:
-        for stored in disk.matrices(layer, expert):
+    for layer, expert in disk.layouts:
+        for stored in disk.stored_weights(layer, expert):
             tensors[stored.name] = read_stored_weight(reader, stored).dequantize().clone()
     reader.close()
     out.mkdir()
@@ -128,14 +128,14 @@ def test_an_expert_is_one_aligned_read(container):
     reader = FileReader()
     disk = ExpertDisk(config, family, read_index(container), reader, (*config.sparse_layers, config.num_layers))
     reader.close()
-    assert len(disk.places) == (len(config.sparse_layers) + 1) * config.num_experts
-    for (layer, _), place in disk.places.items():
-        [run] = place.runs
-        assert run.offset % PAGE == 0 and run.at == 0
+    assert len(disk.layouts) == (len(config.sparse_layers) + 1) * config.num_experts
+    for (layer, _), layout in disk.layouts.items():
+        [run] = layout.ranges
+        assert run.offset % PAGE == 0 and run.buffer_offset == 0
         weights = 3 * config.hidden_size * config.moe_intermediate_size
         bits = 8.25 if layer == config.num_layers else 4.25
-        assert run.num_bytes == place.stored_bytes == weights * bits / 8
-        assert {piece.format.name for piece in place.pieces} == {
+        assert run.num_bytes == layout.stored_bytes == weights * bits / 8
+        assert {matrix.format.name for matrix in layout.matrices} == {
             "int8-g64" if layer == config.num_layers else "int4-g64"
         }
 
@@ -461,7 +461,7 @@ def test_a_container_of_the_c_engine_is_laid_out_anew(tmp_path, load):
     assert run(tmp_path / "c", tmp_path / "out", "--verify") == 0
     loaded, ids = load(tmp_path / "out", cap=1, EXACT=1), reference("glm_moe_dsa_mtp")[0]["seq"]
     assert {fmt.name for fmt in loaded.disk.formats()} == {"int4-g16"}
-    assert {len(place.runs) for place in loaded.disk.places.values()} == {1}
+    assert {len(layout.ranges) for layout in loaded.disk.layouts.values()} == {1}
     expected = all_logits(load(tmp_path / "c", EXACT=1).model, ids)
     torch.testing.assert_close(all_logits(loaded.model, ids), expected, atol=1e-5, rtol=0)
 

@@ -95,7 +95,7 @@ class Scripted(Requests):
 
     def __init__(self):
         settings = Settings.read([], {"SERVE": "1", "TEMP": "0"})
-        experts = SimpleNamespace(counters=CacheCounters(), queue=SimpleNamespace(num_over=0, seconds_over=0.0))
+        experts = SimpleNamespace(counters=CacheCounters(), queue=SimpleNamespace(num_done=0, total_read_seconds=0.0))
         loaded = SimpleNamespace(config=CONFIG, folder=EMBEDDED_SNAPSHOT, model=SimpleNamespace(experts=experts))
         self.scheduler, self.lines = FakeScheduler(), []
         self.service = HttpService(settings, loaded, self.scheduler, TOKENIZER, self.lines.append)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from errors import Refused
-from experts.disk import ExpertDisk, lay_out
+from experts.disk import ExpertDisk, layout_expert
 from experts.drive import Drive, DriveSpeed
 from machine.arena import Arena
 from snapshot import reader as reader_module
@@ -82,13 +82,13 @@ def test_direct_and_buffered_reads_of_every_fixture(folder, direct_works):
     reader = FileReader()
     disk = ExpertDisk(config, family, read_index(FIXTURES / folder), reader)
     drive, data = disk.drives.all[0], (FIXTURES / folder / "model.safetensors").read_bytes()
-    for (layer, expert), place in disk.places.items():
-        buffers = [pages(place.num_bytes), pages(place.num_bytes)]
+    for (layer, expert), expert_layout in disk.layouts.items():
+        buffers = [pages(expert_layout.num_bytes), pages(expert_layout.num_bytes)]
         for mode, buffer in zip(("buffered", "direct"), buffers, strict=True):
             drive.speed = DriveSpeed(mode)
-            disk.read(layer, expert, buffer)
-            for run in place.runs:
-                assert buffer[run.at :][: run.num_bytes] == data[run.offset :][: run.num_bytes]
+            disk.read_expert(layer, expert, buffer)
+            for run in expert_layout.ranges:
+                assert buffer[run.buffer_offset :][: run.num_bytes] == data[run.offset :][: run.num_bytes]
     assert any(flags for _, flags in reader.descriptors)
     reader.close()
 
@@ -116,44 +116,46 @@ def layouts(draw):
 @settings(max_examples=150, deadline=None)
 @given(layouts())
 def test_any_layout(file, layout):
-    place = lay_out([make_matrix(file, data, scales) for data, scales in layout])
+    expert_layout = layout_expert([make_matrix(file, data, scales) for data, scales in layout])
     reader = FileReader()
     try:
         for mode in ("buffered", "direct"):
-            buffer = pages(place.num_bytes)
-            Drive(file.parent, reader, DriveSpeed(mode)).read(place, buffer, "")
-            for (data, scales), piece in zip(layout, place.pieces, strict=True):
-                assert piece.scales_at % piece.scale_dtype.itemsize == 0
-                assert buffer[piece.at :][: data[1]] == DATA[data[0] :][: data[1]]
-                assert buffer[piece.scales_at :][: scales[1]] == DATA[scales[0] :][: scales[1]]
+            buffer = pages(expert_layout.num_bytes)
+            Drive(file.parent, reader, DriveSpeed(mode)).read_expert(expert_layout, buffer, "")
+            for (data, scales), matrix in zip(layout, expert_layout.matrices, strict=True):
+                assert matrix.scales_offset % matrix.scale_dtype.itemsize == 0
+                assert buffer[matrix.data_offset :][: data[1]] == DATA[data[0] :][: data[1]]
+                assert buffer[matrix.scales_offset :][: scales[1]] == DATA[scales[0] :][: scales[1]]
             if mode == "buffered":  # nothing but the runs was written
-                written = bytearray(bytes([CANARY]) * place.num_bytes)
-                for run in place.runs:
-                    written[run.at : run.at + run.num_bytes] = DATA[run.offset : run.offset + run.num_bytes]
+                written = bytearray(bytes([CANARY]) * expert_layout.num_bytes)
+                for run in expert_layout.ranges:
+                    start = run.buffer_offset
+                    written[start : start + run.num_bytes] = DATA[run.offset : run.offset + run.num_bytes]
                 assert buffer == written
     finally:
         reader.close()
-    for run in place.runs:
-        assert run.at % PAGE == (run.offset % PAGE if run.is_congruent else 0)
-    for run, after in pairwise(place.runs):
-        assert align_to_page(run.at + run.num_bytes) <= after.at // PAGE * PAGE
-    assert place.num_bytes == align_to_page(place.runs[-1].at + place.runs[-1].num_bytes)
+    for run in expert_layout.ranges:
+        assert run.buffer_offset % PAGE == (run.offset % PAGE if run.is_congruent else 0)
+    for run, after in pairwise(expert_layout.ranges):
+        assert align_to_page(run.buffer_offset + run.num_bytes) <= after.buffer_offset // PAGE * PAGE
+    last = expert_layout.ranges[-1]
+    assert expert_layout.num_bytes == align_to_page(last.buffer_offset + last.num_bytes)
 
 
 def test_numbers_across_their_own_size_are_laid_out_straight(file):
     """A float at an odd offset of the file: its place in memory is not, so it is read buffered."""
-    place = lay_out([make_matrix(file, (0, 101, "U8"), (101, 40, "F32"))])
-    assert [(run.at, run.is_congruent) for run in place.runs] == [(0, True), (PAGE, False)]
-    reader, buffer = FileReader(), pages(place.num_bytes)
-    Drive(file.parent, reader, DriveSpeed("direct")).read(place, buffer, "")
+    expert_layout = layout_expert([make_matrix(file, (0, 101, "U8"), (101, 40, "F32"))])
+    assert [(run.buffer_offset, run.is_congruent) for run in expert_layout.ranges] == [(0, True), (PAGE, False)]
+    reader, buffer = FileReader(), pages(expert_layout.num_bytes)
+    Drive(file.parent, reader, DriveSpeed("direct")).read_expert(expert_layout, buffer, "")
     reader.close()
     assert buffer[:101] == DATA[:101] and buffer[PAGE : PAGE + 40] == DATA[101:141]
 
 
 def test_a_buffer_that_begins_inside_a_page_is_read_buffered(file):
-    place = lay_out([make_matrix(file, (100, 200, "U8"), (300, 40, "F16"))])
-    reader, buffer = FileReader(), pages(place.num_bytes + 64)[64:]
-    Drive(file.parent, reader, DriveSpeed("direct")).read(place, buffer, "")
+    expert_layout = layout_expert([make_matrix(file, (100, 200, "U8"), (300, 40, "F16"))])
+    reader, buffer = FileReader(), pages(expert_layout.num_bytes + 64)[64:]
+    Drive(file.parent, reader, DriveSpeed("direct")).read_expert(expert_layout, buffer, "")
     assert buffer[100:340] == DATA[100:340] and all(flags == 0 for _, flags in reader.descriptors)
     reader.close()
 

@@ -97,10 +97,10 @@ def test_tied_embeddings(folder, load):
 
 def test_an_expert_is_one_read_when_its_matrices_touch(folder, load):
     disk = load(folder).model.experts.disk
-    assert {len(place.runs) for place in disk.places.values()} == {1}
+    assert {len(layout.ranges) for layout in disk.layouts.values()} == {1}
     split(folder, 3, with_index=False)
     disk = load(folder).model.experts.disk
-    assert {len(place.runs) for place in disk.places.values()} == {3}
+    assert {len(layout.ranges) for layout in disk.layouts.values()} == {3}
 
 
 def test_a_symlinked_and_read_only_snapshot(folder, load, tmp_path, monkeypatch):
