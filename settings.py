@@ -74,7 +74,7 @@ Every variable: docs/env_vars.md"""
 
 @dataclass(frozen=True)
 class Settings:
-    """One field for each variable, named as it is but in lower case; the arguments at the end."""
+    """One field for each variable, under its name in lower case; then the arguments."""
 
     snap: str
     score: str | None
@@ -84,36 +84,36 @@ class Settings:
     replay: bool
     tf: bool
     report: str | None
-    ngen: int
-    ctx: int  # 0 = the smaller of 4096 and what the model was made for
+    ngen: int  # max_tokens
+    ctx: int  # max_model_len; 0 = the smaller of 4096 and the model's max_position_embeddings
     chat: bool
     think: bool
     prefix: bool
-    temp: float | None  # None = the mode's own: 0.7 for PROMPT
-    nucleus: float
+    temp: float | None  # None = the mode's default
+    nucleus: float  # top_p
     seed: int
-    draft: str  # guesses per forward: auto, or a number
+    draft: str  # draft tokens of a forward pass: auto, or a number
     ram_gb: float  # 0 = ask host and cgroup
-    prefill_chunk: int  # 0 = 1024, or less where the budget asks for it
-    topk: int  # 0 = as many experts a token as config.json says
-    topp: float  # 0 = all of them
+    prefill_chunk: int  # token rows; 0 = 1024, or less where the budget asks for it
+    topk: int  # active experts of a token; 0 = as config.json says
+    topp: float  # share of a token's router scores that the kept experts reach; 0 = all
     exact: bool  # activations stay float32 where weights are integers
-    kv_dtype: str  # how the KV cache is stored
-    kernels: str | None  # None = the best of this processor
+    kv_dtype: str
+    kernels: str | None  # None = the best for this processor
     threads: int  # 0 = as many as the process may keep busy
-    read_mode: str  # how experts are read
+    read_mode: str  # of experts
     snap_mirror: str | None
-    lookahead: str  # whether the next layer's experts are read before they are asked for: auto, 0 or 1
-    usage: bool  # learn over runs which experts a model uses
-    route_trace: str | None  # file that the chosen experts are appended to
+    lookahead: str  # expert prefetch: auto, 0 or 1
+    usage: bool  # record the expert usage over runs
+    route_trace: str | None  # file to which the active experts are appended
     host: str  # address that the server listens on
     port: int  # 0 = any that is free
     api_key: str | None
-    allowed_hosts: tuple[str, ...]  # names by which clients may call the server, beside addresses and localhost
+    allowed_hosts: tuple[str, ...]  # host names of the server, besides numeric addresses and localhost
     kv_slots: int  # conversations at once; 0 = 4, or fewer where the budget asks for it
     queue: int  # requests that may wait
-    kvsave: bool  # keep conversations over a restart
-    cache: Path  # where what can be made again is kept: compiled kernels, how fast drives are
+    kvsave: bool  # keep KV caches of conversations over a restart
+    cache: Path  # folder of compiled kernels, drive speeds, usage histories, saved conversations
     dumb: bool  # from TERM: the terminal cannot move its cursor
     cap: int
     expert_bits: int
