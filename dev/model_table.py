@@ -73,12 +73,12 @@ def table():
         modes = all(
             has(test, name=name, naming=naming)
             for naming in namings
-            for test in (tests.test_through_the_door, tests.test_one_slot_a_layer_gives_the_same_ids)
+            for test in (tests.test_every_mode, tests.test_one_expert_slot_a_layer_gives_the_same_ids)
         )
         drafts = ["n-gram"] if has(tests.test_drafts_change_no_token, name=name) else []
         if has(tests.test_the_mtp_layer_equals_transformers, name=name):
             drafts.append("MTP")
-        elif has(tests.test_an_mtp_layer_made_of_the_last_one_drafts_and_changes_nothing, name=name):
+        elif has(tests.test_an_mtp_layer_made_of_the_last_one_drafts_and_changes_no_token, name=name):
             drafts.append("MTP, no numbers")
         formats = {
             "16": tests.test_a_container_of_sixteen_bits_is_the_model_itself,
@@ -91,8 +91,8 @@ def table():
             ", ".join(namings),
             "yes" if both else "",
             "yes" if modes else "",
-            "equal" if has(tests.test_a_token_gets_the_same_bits_in_any_company, name=name) else "",
-            "equal" if has(tests.test_rows_in_lock_step, name=name) else "",
+            "equal" if has(tests.test_logits_are_the_same_bits_in_any_batch, name=name) else "",
+            "equal" if has(tests.test_sequences_of_one_batch, name=name) else "",
             ", ".join(drafts),
             ", ".join(word for word, test in formats.items() if has(test, name=name)),
         ]

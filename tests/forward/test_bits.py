@@ -1,5 +1,5 @@
-"""With C kernels the same tokens get the same logits, bit by bit, however they are computed (contract 1 of the design):
-at once, one at a time, in chunks, beside other sequences, with more threads, from a smaller cache."""
+"""With C kernels a token's logits are the same bits in any batch: at once, one at a time, in prefill chunks, beside
+other sequences, with more threads, from a smaller expert cache."""
 
 import pytest
 import torch
@@ -47,7 +47,7 @@ def ids_of(name):
 
 
 def need_kernels(loaded):
-    """Without a compiler there is nothing to test here; kernels that do not compile are a failure."""
+    """Skip without a compiler; kernels that do not compile are a failure."""
     if "no C compiler was found" in loaded.kernels:
         pytest.skip(loaded.kernels)
     assert dispatch.candidates, loaded.kernels
@@ -62,21 +62,21 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "bits"), CASES)
-def test_the_same_bits_however_they_are_computed(folders, load, name, bits):
+def test_the_same_bits_in_any_batch(folders, load, name, bits):
     loaded, ids = load(folders(name, bits), THREADS=1), ids_of(name)
     need_kernels(loaded)
     model = loaded.model
     at_once = all_logits(model, ids)
     assert torch.equal(all_logits(model, ids, [1] * len(ids)), at_once)
-    pieces = [2, 3, 17, 1, 8]
-    assert torch.equal(all_logits(model, ids, [*pieces, len(ids) - sum(pieces)]), at_once)
+    lengths = [2, 3, 17, 1, 8]
+    assert torch.equal(all_logits(model, ids, [*lengths, len(ids) - sum(lengths)]), at_once)
     for chunk in (1, 5, 16):
         other = load(folders(name, bits), cap=2, PREFILL_CHUNK=chunk, THREADS=2).model
         assert torch.equal(all_logits(other, ids), at_once), chunk
-    # Three sequences in one batch, at different places of the same text.
-    states = [make_kv_cache(model.config, len(ids)) for _ in range(3)]
-    step(model, [(ids[:20], states[0]), (ids[:7], states[1])])
-    together = step_all(model, [(ids[20:31], states[0]), (ids[7:8], states[1]), (ids[:19], states[2])])
+    # Three sequences in one batch, at different positions of the same text.
+    caches = [make_kv_cache(model.config, len(ids)) for _ in range(3)]
+    step(model, [(ids[:20], caches[0]), (ids[:7], caches[1])])
+    together = step_all(model, [(ids[20:31], caches[0]), (ids[7:8], caches[1]), (ids[:19], caches[2])])
     assert torch.equal(together, torch.cat([at_once[20:31], at_once[7:8], at_once[:19]]))
 
 
@@ -109,6 +109,6 @@ def test_the_reference_path_is_near(folders, load, bits):
     torch_only = all_logits(load(folders("tiny", bits), KERNELS="reference").model, ids)
     assert dispatch.candidates == []
     error = (native - torch_only).abs().max(-1).values / torch_only.std()
-    # A value that falls on the other side of a half moves the logits about as much as rounding it does.
+    # An activation that rounds to the other side of a half moves the logits about as much as quantizing it does.
     assert error.median() < (1e-5 if bits == "stored" else 0.06)
     assert (native.argmax(-1) == torch_only.argmax(-1)).float().mean() > (0.999 if bits == "stored" else 0.85)

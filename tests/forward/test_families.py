@@ -1,11 +1,9 @@
-"""Every model type: transformers' numbers, each mode, cache, conversion, drafts and rows, from each naming."""
+"""Every model type, under each naming: transformers' numbers, modes, batches, draft tokens, costs and conversion."""
 
 import json
-import math
 import shutil
 import signal
 from dataclasses import replace
-from importlib import import_module
 
 import pytest
 import safetensors.torch
@@ -13,7 +11,6 @@ import torch
 
 import colibri
 import forward.moe
-from errors import Refused
 from forward import cost
 from forward.kv_cache import make_kv_cache
 from forward.mtp import mtp, mtp_logits
@@ -24,7 +21,6 @@ from generate.draft_length import DraftLength
 from generate.engine import Engine
 from generate.sampler import Sampler
 from generate.score import ScoreRequest, score_requests
-from snapshot.config import ConfigFields, read_config
 from tests.conftest import FAMILIES, FIXTURES, read_json, reference, write_fused
 from tests.forward.test_forward import TOLERANCE, all_logits, check
 from tests.generate.test_mtp import layers_forward_of
@@ -65,7 +61,7 @@ def test_logits_log_probabilities_and_greedy_ids(folder, load, name, naming, ker
 
 
 @pytest.mark.parametrize(("name", "naming"), NAMINGS)
-def test_one_slot_a_layer_gives_the_same_ids(folder, load, name, naming):
+def test_one_expert_slot_a_layer_gives_the_same_ids(folder, load, name, naming):
     loaded = load(folder(name, naming), cap=1)
     check(loaded.model, name)
     loaded.model.experts.check()
@@ -92,18 +88,18 @@ def test_routed_experts_and_weights(load, monkeypatch, name):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_token_gets_the_same_bits_in_any_company(load, name):
-    """At once, one at a time, in uneven pieces, and beside another sequence."""
+def test_logits_are_the_same_bits_in_any_batch(load, name):
+    """At once, one at a time, in uneven chunks, and beside another sequence."""
     model, ids = load(FIXTURES / name, PREFILL_CHUNK=20).model, reference(name)[0]["seq"]
     expected = all_logits(model, ids)
     for pieces in ([1] * 48, [12, 1, 2, 20, 13]):
         assert torch.equal(all_logits(model, ids, pieces), expected)
-    states = [make_kv_cache(model.config, 48) for _ in range(2)]
-    both = step_all(model, [(ids, states[0]), (ids[:7], states[1])])
+    caches = [make_kv_cache(model.config, 48) for _ in range(2)]
+    both = step_all(model, [(ids, caches[0]), (ids[:7], caches[1])])
     assert torch.equal(both, torch.cat([expected, expected[:7]]))
 
 
-MISTAKES = {  # what a wrong reading of config.json would do, on the fixture that shows it
+MISREAD = {  # fields of a misread config.json, on the fixture whose logits show it
     "mixtral": [dict(normalize_weights=False), dict(rope_interleaved=True), dict(router="sigmoid")],
     "qwen3_moe": [dict(normalize_weights=False), dict(sliding_windows=(0, 0, 20, 0))],
     "olmoe": [dict(normalize_weights=True), dict(num_active_experts=3)],
@@ -121,8 +117,8 @@ MISTAKES = {  # what a wrong reading of config.json would do, on the fixture tha
 }
 
 
-@pytest.mark.parametrize(("name", "mistake"), [(name, one) for name in MISTAKES for one in MISTAKES[name]], ids=str)
-def test_the_fixtures_show_what_a_config_says(load, name, mistake):
+@pytest.mark.parametrize(("name", "mistake"), [(name, one) for name in MISREAD for one in MISREAD[name]], ids=str)
+def test_the_fixtures_show_a_misread_config(load, name, mistake):
     model, (ref, tensors) = load(FIXTURES / name).model, reference(name)
     of_rope = {key: mistake.pop(key) for key in ("score_factor", "factor") if key in mistake}
     config = replace(model.config, rope=replace(model.config.rope, **of_rope), **mistake)
@@ -144,7 +140,7 @@ def test_the_fixtures_show_what_a_config_says(load, name, mistake):
 
 
 @pytest.mark.parametrize(("name", "naming"), NAMINGS)
-def test_through_the_door(folder, monkeypatch, capsys, tmp_path, name, naming):
+def test_every_mode(folder, monkeypatch, capsys, tmp_path, name, naming):
     """The check, teacher forcing, SCORE and REPLAY, as colibri.py does them."""
     ref, _ = reference(name)
     seq, log_p = ref["seq"], ref["teacher"]["logprob_next"]
@@ -179,20 +175,20 @@ def test_scores_of_many_requests_equal_those_of_one(load, name):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_rows_in_lock_step(load, name):
-    """Greedy rows write what transformers does; those that are drawn write what they write without the others."""
+def test_sequences_of_one_batch(load, name):
+    """Greedy sequences equal those of transformers; a sampled one is the same alone and in the batch."""
     model, (ref, _) = load(FIXTURES / name, cap=3).model, reference(name)
     prompt, continuation = ref["greedy"]["prompt"], ref["greedy"]["continuation"]
     engine = Engine(model)
     rows, _ = engine.generate_batch(prompt, num_samples=2, max_tokens=10, temperature=0)
     ends = [i for i, token in enumerate(continuation[:10]) if token in model.config.stop_ids]
     assert rows == [prompt + continuation[: (ends or [10])[0]]] * 2
-    drawn, _ = engine.generate_batch(prompt, num_samples=3, max_tokens=10, temperature=1.0, seed=3)
+    sampled, _ = engine.generate_batch(prompt, num_samples=3, max_tokens=10, temperature=1.0, seed=3)
     alone, _ = engine.generate_batch(prompt, num_samples=1, max_tokens=10, temperature=1.0, seed=3)
-    assert drawn[0] == alone[0] and len(set(map(tuple, drawn))) > 1
+    assert sampled[0] == alone[0] and len(set(map(tuple, sampled))) > 1
 
 
-# --- drafts -----------------------------------------------------------------------------------------------------------
+# --- draft tokens -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kernels", ["native", "reference"])
@@ -204,8 +200,8 @@ def test_the_mtp_layer_equals_transformers(load, name, kernels):
     s = mtp(model, [(ref["seq"][1:], kv)], rows[:-1])
     torch.testing.assert_close(mtp_logits(model, s), tensors["mtp_logits"], atol=TOLERANCE, rtol=0)
     assert mtp_logits(model, s).argmax(-1).tolist() == ref["mtp"]["argmax"]
-    for slot, expected in ref["mtp"]["chained_drafts"].items():
-        known = int(slot) + 1
+    for position, expected in ref["mtp"]["chained_drafts"].items():
+        known = int(position) + 1
         kv = make_kv_cache(model.config, 60)
         source = MtpProposer(model, kv)
         for chunk, hidden in layers_forward_of(model, ref["seq"][:known], kv):
@@ -217,7 +213,7 @@ def test_the_mtp_layer_equals_transformers(load, name, kernels):
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("draft", ["1", "3"])
 def test_drafts_change_no_token(load, name, draft):
-    """By the MTP layer where there is one, else by what was written before."""
+    """Of the MTP layer where there is one, else of n-grams."""
     model, (ref, _) = load(FIXTURES / name, DRAFT=draft).model, reference(name)
     prompt, continuation, counters = ref["greedy"]["prompt"], ref["greedy"]["continuation"], DecodeCounters()
     kv = make_kv_cache(model.config, 60)
@@ -230,7 +226,7 @@ def test_drafts_change_no_token(load, name, draft):
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3_yarn", "deepseek_v32", "glm4_moe_lite"])
-def test_an_mtp_layer_made_of_the_last_one_drafts_and_changes_nothing(load, tmp_path, name):
+def test_an_mtp_layer_made_of_the_last_one_drafts_and_changes_no_token(load, tmp_path, name):
     """transformers has none for these: no numbers to compare, but the names, the wiring and the tokens."""
     source, gen = tmp_path / "source", torch.Generator().manual_seed(1)
     shutil.copytree(FIXTURES / name, source)
@@ -255,20 +251,20 @@ def test_an_mtp_layer_made_of_the_last_one_drafts_and_changes_nothing(load, tmp_
         assert (model.weights.mtp.layer.indexer is not None) == (name == "deepseek_v32")
 
 
-# --- what it costs ----------------------------------------------------------------------------------------------------
+# --- the cost model ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_costs_are_those_of_the_weights(load, name):
-    """The cost model counts the matrices there are; a prompt costs what its tokens do; KV bytes are what is there."""
+    """FLOPs are those of the stored matrices, a prefill's the sum of its tokens'; KV bytes are those allocated."""
     loaded = load(FIXTURES / name)
     config, dense = loaded.config, loaded.dense
-    chooses = [".wq_b.", ".indexer.weights_proj."]
-    apart = (dense.embed_name, dense.head_name)
+    selection = [".wq_b.", ".indexer.weights_proj."]
+    not_counted = (dense.embed_name, dense.head_name)
     counted = sum(
         stored.rows * stored.columns
         for stored in dense.matrices
-        if stored.name not in apart and not any(part in stored.name for part in chooses)
+        if stored.name not in not_counted and not any(part in stored.name for part in selection)
     )
     routers = len(config.sparse_layers) * config.num_experts * config.hidden_size
     layout = loaded.disk.layouts[config.sparse_layers[0], 0]
@@ -290,14 +286,15 @@ def test_costs_are_those_of_the_weights(load, name):
 
 @pytest.mark.parametrize(("name", "naming"), NAMINGS)
 def test_a_container_of_eight_bits(folder, load, tmp_path, name, naming):
-    """It is the model of its dequantized weights, and near the one it was made of."""
+    """It equals the model of its dequantized weights, and is near the original."""
     out = tmp_path / "out"
     assert convert(folder(name, naming), out, "--experts", 8, "--dense", 8, "--verify") == 0
     ids, loaded = reference(name)[0]["seq"], load(out, cap=2, EXACT=1)
     assert {fmt.name for fmt in loaded.disk.formats()} == {"mxfp4" if naming == "mxfp4" else "int8-g64"}
     logits, plain = all_logits(loaded.model, ids), load(dequantized(out, tmp_path / "plain"))
     torch.testing.assert_close(logits, all_logits(plain.model, ids), atol=1e-4, rtol=0)
-    near = (logits - reference(name)[1]["logits"])[:8]  # later another key or expert is chosen now and then
+    # At later positions another key or expert is selected now and then.
+    near = (logits - reference(name)[1]["logits"])[:8]
     assert near.abs().median() < NEAR
 
 
@@ -311,7 +308,7 @@ def test_fewer_bits_than_mxfp4_has(folder, load, tmp_path):
 
 @pytest.mark.parametrize(("name", "naming"), NAMINGS)
 def test_quantized_at_load(folder, load, name, naming):
-    """MXFP4 stays as it is, and that is said."""
+    """MXFP4 stays as stored, with a notice."""
     loaded = load(folder(name, naming), cap=2, expert_bits=8, dense_bits=8, EXACT=1)
     near = (all_logits(loaded.model, reference(name)[0]["seq"]) - reference(name)[1]["logits"])[:8]
     assert 0 < near.abs().median() < NEAR
@@ -324,100 +321,3 @@ def test_a_container_of_sixteen_bits_is_the_model_itself(folder, load, tmp_path,
     bits = [word for role in ("experts", "dense", "embeddings", "mtp") for word in (f"--{role}", 16)]
     assert convert(folder(name, naming), tmp_path / "out", "--verify", *bits) == 0
     check(load(tmp_path / "out", cap=1).model, name)
-
-
-# --- what is refused --------------------------------------------------------------------------------------------------
-
-KNOWN = "deepseek_v3, deepseek_v32, glm4_moe, glm4_moe_lite, glm_moe_dsa, gpt_oss, mixtral, olmoe, qwen3_moe"
-ROPE = {"rope_type": "longrope", "rope_theta": 1e4}
-REFUSED = [
-    *(
-        (name, {"model_type": "qwen2_moe"}, f"model_type is 'qwen2_moe', this engine knows {KNOWN}")
-        for name in FAMILIES
-    ),
-    *((name, {"hidden_act": "gelu"}, "hidden_act is 'gelu', this engine computes only 'silu'") for name in FAMILIES),
-    *(
-        (name, {"rope_parameters": ROPE}, "rope_type is 'longrope', this engine computes only 'default' or 'yarn'")
-        for name in FAMILIES
-    ),
-    *(
-        (name, {"scoring_func": "softmax"}, "scoring_func is 'softmax', this engine computes only 'sigmoid'")
-        for name in ("glm4_moe", "deepseek_v3", "deepseek_v32", "glm4_moe_lite")
-    ),
-    ("deepseek_v3", {"topk_method": "greedy"}, "topk_method is 'greedy', this engine computes only 'noaux_tc'"),
-    ("olmoe", {"clip_qkv": 8.0}, "clip_qkv is 8.0, this engine computes only null"),
-    ("mixtral", {"num_key_value_heads": 3}, "num_key_value_heads is 3, which does not divide 4 heads"),
-    ("mixtral", {"head_dim": 15}, "head_dim is 15"),
-    ("glm4_moe", {"rope_parameters": {"partial_rotary_factor": 2}}, "partial_rotary_factor is 2, expected a number"),
-    ("deepseek_v3_yarn", {"rope_parameters": {"rope_type": "yarn", "factor": "big"}}, "factor is 'big'"),
-    ("deepseek_v3_yarn", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1}}, "rope_theta is 1"),
-    ("gpt_oss", {"layer_types": ["full_attention"]}, "layer_types must be a list of 4 entries"),
-    ("gpt_oss", {"intermediate_size": 48}, "intermediate_size is 48, expected a multiple of 32"),
-    ("gpt_oss", {"quantization_config": {"quant_method": "awq"}}, "is 'awq', this engine reads fp8 and mxfp4"),
-    ("qwen3_moe", {"num_experts_per_tok": 9}, "num_experts_per_tok is 9"),
-]
-
-
-@pytest.mark.parametrize(("name", "fields", "message"), REFUSED)
-def test_what_is_not_computed_is_refused_by_name(tmp_path, name, fields, message):
-    config = read_json(FIXTURES / name / "config.json") | fields
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(Refused) as caught:
-        read_config(tmp_path)
-    assert str(tmp_path / "config.json") in str(caught.value) and message in str(caught.value)
-
-
-ODD = [None, True, 0, 1, -1, 3, 2**63, 1.5, 1e308, float("nan"), "", "8", "yarn", [], [[]], [1] * 4, {}, {"": {}}]
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_any_value_under_any_key_is_taken_or_refused(name):
-    """Every key that the family asks for, and every key of the rope: a ModelConfig, or one line that names the key."""
-    original, asked = read_json(FIXTURES / name / "config.json"), set()
-
-    class Recording(dict):
-        def get(self, key, *default):
-            asked.add(key)
-            return super().get(key, *default)
-
-    family = import_module(f"snapshot.families.{original['model_type']}").FAMILY
-    family.parse_config(ConfigFields(Recording(original), "config.json"))
-    rope, numbers = original["rope_parameters"], 0
-    yarn = ("type", "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
-    yarn += ("attention_factor", "truncate", "rope_theta", "rope_type", "partial_rotary_factor")
-    changes = [{key: value} for key in sorted(asked - {"model_type"}) for value in ODD]
-    changes += [{"rope_parameters": rope | {key: value}} for key in yarn for value in ODD]
-    for fields in changes:
-        try:
-            config = family.parse_config(ConfigFields(original | fields, "config.json"))
-            assert len(config.rope.frequencies) == config.rope_head_dim // 2
-            numbers += 1
-        except Refused as error:
-            assert str(error).startswith("config.json: ") and "\n" not in str(error)
-    assert 50 < numbers < len(changes) - 50
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_the_older_spelling_of_rope(tmp_path, name):
-    """rope_theta and partial_rotary_factor at the top, rope_scaling with `type` or null, as published configs have."""
-    shutil.copytree(FIXTURES / name, tmp_path, dirs_exist_ok=True)
-    config, expected = read_json(tmp_path / "config.json"), read_config(tmp_path)[0]
-    rope = config.pop("rope_parameters")
-    config |= {key: rope.pop(key) for key in ("rope_theta", "partial_rotary_factor") if key in rope}
-    kind = rope.pop("rope_type")
-    config["rope_scaling"] = None if kind == "default" else rope | {"type": kind}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert read_config(tmp_path)[0] == expected
-
-
-def test_what_gpt_oss_means_where_it_says_nothing(tmp_path):
-    """Every other layer has a window of 128, and yarn stretches 4,096 positions by 32."""
-    config = read_json(FIXTURES / "gpt_oss" / "config.json")
-    for key in ("layer_types", "sliding_window", "rope_parameters", "swiglu_limit", "swiglu_alpha", "head_dim"):
-        del config[key]
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    c, _ = read_config(tmp_path)
-    assert c.sliding_windows == (128, 0, 128, 0) and (c.swiglu_limit, c.swiglu_alpha, c.qk_head_dim) == (7.0, 1.702, 64)
-    assert c.rope.factor == pytest.approx(0.1 * math.log(32) + 1)
-    # The quickest pair turns more than 32 times over 4,096 positions and stays, the slowest less than once.
-    assert c.rope.frequencies[0] == 1 and c.rope.frequencies[-1] == pytest.approx(150000.0 ** (-62 / 64) / 32)

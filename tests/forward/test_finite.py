@@ -1,4 +1,4 @@
-"""Numbers that are none end the run or are never chosen: no run of token 0, no silent answer."""
+"""NaN and infinity end the run or are never sampled: no run of token 0, no silent answer."""
 
 import json
 import shutil
@@ -20,27 +20,27 @@ NAN, INF = float("nan"), float("inf")
 
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
 @pytest.mark.parametrize("sampler", [Sampler(), Sampler(0.8, 0.9, seed=1)], ids=["greedy", "0.8"])
-def test_one_bad_logit_is_warned_about_and_never_chosen(load, monkeypatch, bad, sampler):
-    """The best token's logit is spoilt: the tokens come from the others, and from more than one of them."""
+def test_one_bad_logit_is_warned_about_and_never_sampled(load, monkeypatch, bad, sampler):
+    """The best token's logit is bad: the tokens come from the others, and from more than one of them."""
     import forward.step
 
     ref, _ = reference("glm_moe_dsa")
     model, plain = load(FIXTURES / "glm_moe_dsa").model, forward.step.lm_head
-    spoilt = ref["greedy"]["continuation"][0]
+    bad_id = ref["greedy"]["continuation"][0]
 
     def lm_head(model, hidden):
         logits = plain(model, hidden)
-        logits[:, spoilt] = bad
+        logits[:, bad_id] = bad
         return logits
 
     monkeypatch.setattr(forward.step, "lm_head", lm_head)
     kv = make_kv_cache(model.config, 40)
-    with pytest.warns(NonFiniteWarning, match=rf"1 of 512 logits after position \d+ \(id {spoilt} first\)"):
+    with pytest.warns(NonFiniteWarning, match=rf"1 of 512 logits after position \d+ \(id {bad_id} first\)"):
         tokens = list(spec_decode(model, kv, ref["greedy"]["prompt"], sampler, 24))
-    assert spoilt not in tokens and len(set(tokens)) > 5
+    assert bad_id not in tokens and len(set(tokens)) > 5
 
 
-def test_the_warning_is_said_once_in_a_run(load, capsys):
+def test_the_warning_comes_once_in_a_run(load, capsys):
     import warnings
 
     from machine.console import say_warnings
@@ -59,7 +59,7 @@ def test_a_row_without_a_finite_logit_ends_the_run():
         check_logits(torch.tensor([[1.0, 2.0], [NAN, INF]]), [6, 7])
 
 
-def test_a_hidden_state_that_breaks_down_names_layer_and_position(load):
+def test_a_hidden_state_that_is_not_finite_names_layer_and_position(load):
     ref, _ = reference("glm_moe_dsa")
     loaded = load(FIXTURES / "glm_moe_dsa")
     weights = loaded.model.weights.layers[2].attention
@@ -71,7 +71,7 @@ def test_a_hidden_state_that_breaks_down_names_layer_and_position(load):
 
 
 @pytest.mark.parametrize("mode", ["PROMPT", "TF", "REPLAY", "SCORE", "check"])
-def test_weights_that_are_nan_are_exit_1_in_every_mode(run_colibri, tmp_path, mode):
+def test_nan_weights_exit_with_1_in_every_mode(run_colibri, tmp_path, mode):
     folder = tmp_path / "snap"
     shutil.copytree(EMBEDDED_SNAPSHOT, folder)
     tensors = safetensors.torch.load_file(folder / "model.safetensors")

@@ -16,13 +16,14 @@ from tests.conftest import ORACLES, reference, write_fused
 TOLERANCE = 1e-3  # float32; the logits have a standard deviation near 3
 
 
-def all_logits(model, ids, pieces=None):
-    """Logits after each of ids, fed in the given piece lengths (default: at once)."""
-    kv, at, out = make_kv_cache(model.config, len(ids)), 0, []
-    for length in pieces or [len(ids)]:
-        out.append(step_all(model, [(ids[at : at + length], kv)]))
-        at += length
-    assert at == len(ids) == kv.length
+def all_logits(model, ids, lengths=None):
+    """Logits after each of ids, fed in parts of the given lengths (default: at once)."""
+    kv = make_kv_cache(model.config, len(ids))
+    start, out = 0, []
+    for length in lengths or [len(ids)]:
+        out.append(step_all(model, [(ids[start : start + length], kv)]))
+        start += length
+    assert start == len(ids) == kv.length
     return torch.cat(out)
 
 
@@ -114,7 +115,7 @@ def test_dsa_selections(name, oracle_folder, load, monkeypatch):
             assert mine == sorted(expected)
 
 
-# --- placement, chunking and company change speed, never tokens -------------------------------------------------------
+# --- expert cache, prefill chunk and batch change speed, never tokens -------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ORACLES)
@@ -133,22 +134,23 @@ def test_same_ids_at_every_cap(name, cap, oracle_folder, load):
 
 @pytest.mark.parametrize("cap", [1, 3, 5, 8])
 @pytest.mark.parametrize("rows", [1, 40, 1000])
-def test_experts_in_any_order_and_in_groups_give_the_same_bits(cap, rows, oracle_folder, load, monkeypatch):
-    """Outputs of few assignments are held at a time; a chunk asks for each expert once."""
+def test_expert_outputs_have_the_same_bits_in_any_order_of_reads(cap, rows, oracle_folder, load, monkeypatch):
+    """Few outputs wait at a time, and a chunk requests each expert once."""
     ids = reference("glm_moe_dsa")[0]["seq"]
-    roomy = load(oracle_folder("glm_moe_dsa"), LOOKAHEAD=0).model
-    expected = all_logits(roomy, ids)
-    asked = roomy.experts.counters.misses  # by one chunk
+    uncapped = load(oracle_folder("glm_moe_dsa"), LOOKAHEAD=0).model
+    expected = all_logits(uncapped, ids)
+    requested = uncapped.experts.counters.misses  # by one chunk
     model = load(oracle_folder("glm_moe_dsa"), cap=cap, LOOKAHEAD=0).model
     counters = model.experts.counters
     monkeypatch.setattr(forward.moe, "OUTPUT_BYTES", 4 * model.config.hidden_size * rows)
     assert torch.equal(all_logits(model, ids), expected)
-    assert (counters.hits, counters.misses) == (0, asked)
-    there = len(model.experts.cached)
+    assert (counters.hits, counters.misses) == (0, requested)
+    cached = len(model.experts.cached)
     assert torch.equal(all_logits(model, ids), expected)
-    assert counters.hits + counters.misses == 2 * asked
-    if cap == 8 or rows == 1000:  # a slot for each, or one group: what is there is used before it goes
-        assert counters.hits == there
+    assert counters.hits + counters.misses == 2 * requested
+    # An expert slot for each, or one group: cached experts are used before they are evicted.
+    if cap == 8 or rows == 1000:
+        assert counters.hits == cached
 
 
 @pytest.mark.parametrize("name", ORACLES)
@@ -172,36 +174,36 @@ def test_one_token_at_a_time_equals_one_batch(name, oracle_folder, load):
 
 
 def test_sequences_in_one_batch_do_not_see_each_other(oracle_folder, load):
-    """Three sequences of different lengths and histories in one forward, each with its own logits."""
+    """Three sequences of different lengths and prefixes in one forward pass, each with its own logits."""
     ref, tensors = reference("glm_moe_dsa")
     model = load(oracle_folder("glm_moe_dsa"), PREFILL_CHUNK=16).model
     ids = ref["seq"]
-    states = [make_kv_cache(model.config, 48) for _ in range(3)]
-    step(model, [(ids[:20], states[0])])
-    batch = [(ids[20:33], states[0]), (ids[:1], states[1]), (ids[:30], states[2])]
+    caches = [make_kv_cache(model.config, 48) for _ in range(3)]
+    step(model, [(ids[:20], caches[0])])
+    batch = [(ids[20:33], caches[0]), (ids[:1], caches[1]), (ids[:30], caches[2])]
     last = step(model, batch)
     expected = tensors["logits"][[32, 0, 29]]
     torch.testing.assert_close(last, expected, atol=TOLERANCE, rtol=0)
-    everything = step_all(model, [(ids[33:40], states[0]), (ids[30:31], states[2])])
+    everything = step_all(model, [(ids[33:40], caches[0]), (ids[30:31], caches[2])])
     expected = torch.cat([tensors["logits"][33:40], tensors["logits"][30:31]])
     torch.testing.assert_close(everything, expected, atol=TOLERANCE, rtol=0)
 
 
-def test_each_expert_is_asked_for_once_per_chunk(oracle_folder, load, monkeypatch):
+def test_each_expert_is_requested_once_per_chunk(oracle_folder, load, monkeypatch):
     model = load(oracle_folder("glm_moe_dsa"), PREFILL_CHUNK=24).model
-    asked, plain = [], model.experts.request
+    requests, plain = [], model.experts.request
 
     def recording(layer, uses, rows):
-        asked.append((layer, tuple(uses)))
+        requests.append((layer, tuple(uses)))
         return plain(layer, uses, rows)
 
     monkeypatch.setattr(type(model.experts), "request", lambda self, *rest: recording(*rest))
     all_logits(model, reference("glm_moe_dsa")[0]["seq"])
-    assert [layer for layer, _ in asked] == [1, 2, 3, 4] * 2  # two chunks of 24 rows
-    assert all(list(experts) == sorted(set(experts)) for _, experts in asked)
+    assert [layer for layer, _ in requests] == [1, 2, 3, 4] * 2  # two chunks of 24 rows
+    assert all(list(experts) == sorted(set(experts)) for _, experts in requests)
 
 
-def test_logits_are_computed_only_where_asked_for(oracle_folder, load, monkeypatch):
+def test_logits_are_computed_only_for_requested_rows(oracle_folder, load, monkeypatch):
     model, rows = load(oracle_folder("glm_moe_dsa"), PREFILL_CHUNK=10).model, []
     plain = forward.step.lm_head
     monkeypatch.setattr(forward.step, "lm_head", lambda model, hidden: rows.append(len(hidden)) or plain(model, hidden))
@@ -209,7 +211,7 @@ def test_logits_are_computed_only_where_asked_for(oracle_folder, load, monkeypat
     assert rows == [1]
 
 
-def test_a_batch_that_cannot_be_is_refused_before_anything_runs(oracle_folder, load):
+def test_an_impossible_batch_is_refused_before_anything_runs(oracle_folder, load):
     model = load(oracle_folder("glm_moe_dsa")).model
     kv, other = make_kv_cache(model.config, 4), make_kv_cache(model.config, 4)
     for batch, message in [
@@ -223,7 +225,7 @@ def test_a_batch_that_cannot_be_is_refused_before_anything_runs(oracle_folder, l
 
 
 def test_a_container_without_any_indexer_runs_dense_with_a_warning(oracle_folder, load, tmp_path):
-    """Like published containers: within index_topk positions nothing changes; a part of an indexer is refused."""
+    """As published containers: within index_topk positions nothing changes; an incomplete indexer is refused."""
     import safetensors.torch
 
     from errors import Refused

@@ -13,7 +13,7 @@ def model(load):
     return load(FIXTURES / "glm_moe_dsa_mtp").model
 
 
-def test_trim_forgets_exactly_the_tail(model):
+def test_trim_drops_exactly_the_tail(model):
     ids = reference("glm_moe_dsa_mtp")[0]["seq"]
     kv = make_kv_cache(model.config, 48)
     expected = step(model, [(ids[:20], kv)])
@@ -23,7 +23,7 @@ def test_trim_forgets_exactly_the_tail(model):
     assert kv.length == 20
 
 
-def test_a_clone_goes_its_own_way(model):
+def test_a_clone_is_independent(model):
     ids = reference("glm_moe_dsa_mtp")[0]["seq"]
     kv = make_kv_cache(model.config, 20)
     step(model, [(ids[:20], kv)])
@@ -36,17 +36,17 @@ def test_a_clone_goes_its_own_way(model):
     assert (kv.length, clone.length, clone.capacity) == (6, 30, 48)
 
 
-def test_the_mtp_layer_has_a_row_with_its_own_indexer_keys(model):
+def test_the_mtp_layer_has_latents_and_index_keys_of_its_own(model):
     config = model.config
     kv = make_kv_cache(config, 8)
     latents, rope_keys = torch.ones(2, config.kv_lora_rank), torch.ones(2, config.rope_head_dim)
-    known = kv.append(config.num_layers, latents, rope_keys)
-    assert [len(part) for part in known] == [2, 2]
+    cached = kv.append(config.num_layers, latents, rope_keys)
+    assert [len(part) for part in cached] == [2, 2]
     assert len(kv.append_index(config.num_layers, torch.ones(2, config.index_head_dim))) == 2
     assert 2 not in kv.index_rows  # a shared layer
 
 
-def test_bytes_are_what_is_allocated(model):
+def test_num_bytes_are_those_allocated(model):
     kv = make_kv_cache(model.config, 100)
     allocated = sum(t.numel() * 4 for t in (kv.latents, kv.rope_keys, kv.index_keys))
     assert kv.num_bytes == kv_cache_bytes(model.config, 100) == allocated

@@ -1,4 +1,4 @@
-"""KV_DTYPE=bf16: half the memory, the kernels' bits those of the same values in float32, and never silent."""
+"""KV_DTYPE=bf16: half the memory, the same bits as the same values in float32, a notice in every run."""
 
 from dataclasses import replace
 
@@ -51,10 +51,14 @@ def test_attention_gives_the_bits_of_the_same_values_in_float32(with_threads, sh
     H, N, R, V, L, S = shape
     T, scale = 20, (N + R) ** -0.5
     queries, kv_b, latents, rope_keys = attention_case(H, N, R, V, L, S, T, FORMATS["int4-g64"])
-    latents[3, 5], latents[S - 2, 1], rope_keys[S - 4, 2] = torch.nan, torch.inf, 1e-40  # seen, too, by some rows alone
+    latents[3, 5], latents[S - 2, 1], rope_keys[S - 4, 2] = (
+        torch.nan,
+        torch.inf,
+        1e-40,
+    )  # some rows do not attend to them
     latents, rope_keys = latents.bfloat16(), rope_keys.bfloat16()
     first, selection = S - T, None
-    if topk:  # of which not all rows have the position that is not a number
+    if topk:  # not all rows select the position that is NaN
         g = torch.Generator().manual_seed(9)
         chosen = [sorted(torch.randperm(first + t + 1, generator=g)[: topk - t % 3].tolist()) for t in range(T)]
         selection = torch.tensor([row + [-1] * (topk - len(row)) for row in chosen])
@@ -62,17 +66,17 @@ def test_attention_gives_the_bits_of_the_same_values_in_float32(with_threads, sh
         latents[3, 5] = 1
 
     def attend(where, keys, start, stop):
-        known = [part[: first + stop] for part in keys]
+        cached = [part[: first + stop] for part in keys]
         some = None if selection is None else selection[start:stop]
-        return where.absorbed_attention(queries[start:stop], kv_b, *known, first + start, some, V, scale)
+        return where.absorbed_attention(queries[start:stop], kv_b, *cached, first + start, some, V, scale)
 
-    wide = latents.float(), rope_keys.float()
-    assert same(attend(reference, (latents, rope_keys), 0, T), attend(reference, wide, 0, T))
+    floats = latents.float(), rope_keys.float()
+    assert same(attend(reference, (latents, rope_keys), 0, T), attend(reference, floats, 0, T))
     expected = None
     for native in with_threads():
-        expected = attend(native, wide, 0, T) if expected is None else expected
+        expected = attend(native, floats, 0, T) if expected is None else expected
         assert same(attend(native, (latents, rope_keys), 0, T), expected), native.name
-        for start, stop in ((0, 1), (1, 3), (3, 17), (17, 20)):  # few rows go another way than many
+        for start, stop in ((0, 1), (1, 3), (3, 17), (17, 20)):  # few rows take another path than many
             assert same(attend(native, (latents, rope_keys), start, stop), expected[start:stop]), (native.name, start)
     assert expected.isfinite().any() and not expected.isfinite().all()
 
@@ -92,7 +96,7 @@ def test_index_scores_give_the_bits_of_the_same_values_in_float32(with_threads, 
         assert torch.equal(native.index_scores(queries, weights, keys[: S // 2 + 1]), expected[:, : S // 2 + 1])
 
 
-# --- the state --------------------------------------------------------------------------------------------------------
+# --- the KV cache -----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -100,7 +104,7 @@ def model(load):
     return load(FIXTURES / "glm_moe_dsa_mtp", KV_DTYPE="bf16").model
 
 
-def test_a_state_takes_half_the_memory(load, model):
+def test_bfloat16_takes_half_the_memory(load, model):
     plain = load(FIXTURES / "glm_moe_dsa_mtp")
     kv = make_kv_cache(model.config, 100)
     assert kv.num_bytes == make_kv_cache(plain.config, 100).num_bytes // 2 == kv_cache_bytes(model.config, 100)
@@ -112,7 +116,7 @@ def test_a_state_takes_half_the_memory(load, model):
         assert 2 * count(model.config) == count(plain.config)
 
 
-def test_the_definition_widens_and_the_plan_counts_it(model):
+def test_the_reference_converts_to_float32_and_the_plan_counts_it(model):
     plain = replace(model.config, kv_dtype="f32")
     more = cost.scratch_bytes(model.config, 64, 4096) - cost.scratch_bytes(plain, 64, 4096)
     assert more == 4 * 4096 * (plain.kv_lora_rank + plain.rope_head_dim)
@@ -132,7 +136,7 @@ def test_what_is_appended_is_rounded_half_to_even(model):
         assert known.dtype == torch.bfloat16 and torch.equal(known.float(), kept[:, None].expand_as(known))
 
 
-def test_trim_and_clone_lose_nothing(model):
+def test_trim_and_clone_keep_the_positions(model):
     ids = ids_of("glm_moe_dsa_mtp")
     whole = make_kv_cache(model.config, 48)
     step(model, [(ids[:20], whole)])
@@ -156,7 +160,7 @@ NAMES = {"tiny": EMBEDDED_SNAPSHOT} | {name: FIXTURES / name for name in ("glm_m
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_same_bits_however_they_are_computed(load, name):
+def test_the_same_bits_in_any_batch(load, name):
     loaded, ids = load(NAMES[name], KV_DTYPE="bf16", THREADS=1), ids_of(name)[:300]
     need_kernels(loaded)
     model, count = loaded.model, len(ids)
@@ -166,11 +170,11 @@ def test_the_same_bits_however_they_are_computed(load, name):
     for chunk in (1, 5, 16):
         other = load(NAMES[name], cap=2, KV_DTYPE="bf16", PREFILL_CHUNK=chunk, THREADS=2).model
         assert torch.equal(all_logits(other, ids), at_once), chunk
-    states = [make_kv_cache(model.config, count) for _ in range(3)]
-    step(model, [(ids[:20], states[0]), (ids[:7], states[1])])
-    together = step_all(model, [(ids[20:31], states[0]), (ids[7:8], states[1]), (ids[:19], states[2])])
+    caches = [make_kv_cache(model.config, count) for _ in range(3)]
+    step(model, [(ids[:20], caches[0]), (ids[:7], caches[1])])
+    together = step_all(model, [(ids[20:31], caches[0]), (ids[7:8], caches[1]), (ids[:19], caches[2])])
     assert torch.equal(together, torch.cat([at_once[20:31], at_once[7:8], at_once[:19]]))
-    # The rounding is there, and it is small: the last of 8 bits, in each of a few layers.
+    # Rounding shows, and is small: the last of 8 bits, in each of a few layers.
     plain = all_logits(load(NAMES[name]).model, ids)
     error = (at_once - plain).abs().max(-1).values / plain.std()
     assert 1e-5 < error.median() < 0.05
@@ -195,16 +199,16 @@ def test_the_reference_path_is_near(load):
     torch_only = all_logits(load(NAMES["tiny"], KV_DTYPE="bf16", KERNELS="reference").model, ids)
     assert dispatch.candidates == []
     error = (native - torch_only).abs().max(-1).values / torch_only.std()
-    # A value that falls on the other side of a half moves the logits about as much as rounding does (the test above),
-    # and it seldom happens.
+    # A value that rounds to the other side of a half moves the logits about as much as rounding does (the test above),
+    # and that is rare.
     assert error.median() < 1e-4 and error.max() < 0.03
     assert (native.argmax(-1) == torch_only.argmax(-1)).float().mean() > 0.99
 
 
-# --- the door ---------------------------------------------------------------------------------------------------------
+# --- the command line -------------------------------------------------------------------------------------------------
 
 
-def test_a_greedy_run_says_it_and_drafts_change_no_text(run_colibri, tmp_path):
+def test_a_greedy_run_has_a_notice_and_draft_tokens_change_no_text(run_colibri, tmp_path):
     texts = set()
     for draft in (0, 4):
         process = run_colibri(
@@ -218,7 +222,7 @@ def test_a_greedy_run_says_it_and_drafts_change_no_text(run_colibri, tmp_path):
     assert len(texts) == 1 and texts.pop().strip()
 
 
-def test_the_default_says_nothing(load):
+def test_the_default_has_no_notice(load):
     for variables in ({}, {"KV_DTYPE": "f32"}, {"KV_DTYPE": ""}):
         loaded = load(EMBEDDED_SNAPSHOT, **variables)
         assert loaded.lossy == () and make_kv_cache(loaded.config, 1).latents.dtype == torch.float32

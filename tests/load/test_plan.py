@@ -1,4 +1,4 @@
-"""The budget: what is planned, what is refused, and where free memory is read."""
+"""The memory plan: what is planned, what is refused, and that the run stays within the memory budget."""
 
 import json
 import os
@@ -8,7 +8,6 @@ import sys
 
 import pytest
 
-import machine.memory
 from errors import Refused
 from settings import EMBEDDED_SNAPSHOT
 from tests.conftest import FIXTURES, ROOT, read_json
@@ -16,7 +15,7 @@ from tests.conftest import FIXTURES, ROOT, read_json
 SNAPSHOT = FIXTURES / "glm_moe_dsa"
 
 
-def test_cap_0_takes_what_the_budget_allows(load, monkeypatch):
+def test_cap_0_uses_the_whole_budget(load, monkeypatch):
     plan = load(SNAPSHOT).plan
     assert plan.num_expert_slots == 4 * plan.num_experts == 32
     [slots] = plan.expert_slots
@@ -42,32 +41,32 @@ def test_what_does_not_fit_is_refused_with_need_and_have(load, monkeypatch):
     assert not reads  # before anything was loaded
 
 
-def test_one_slot_is_warned_about(load):
+def test_one_expert_slot_per_layer_is_a_notice(load):
     assert any("one expert slot per layer" in notice for notice in load(SNAPSHOT, cap=1).notices)
     assert not any("one expert slot per layer" in notice for notice in load(SNAPSHOT, cap=2).notices)
 
 
 @pytest.mark.parametrize("bits", [8, 4, 2])
-def test_bits_shrink_the_plan_and_are_said(load, bits):
-    plain, packed = load(SNAPSHOT).plan, load(SNAPSHOT, expert_bits=bits, dense_bits=bits)
-    assert packed.plan.dense_bytes < plain.dense_bytes
-    assert packed.plan.cache_bytes <= plain.cache_bytes
-    assert sum("quantized" in notice for notice in packed.notices) == 2
+def test_bits_shrink_the_plan_with_a_notice(load, bits):
+    plain, quantized = load(SNAPSHOT).plan, load(SNAPSHOT, expert_bits=bits, dense_bits=bits)
+    assert quantized.plan.dense_bytes < plain.dense_bytes
+    assert quantized.plan.cache_bytes <= plain.cache_bytes
+    assert sum("quantized" in notice for notice in quantized.notices) == 2
 
 
-def test_ctx_is_honoured_and_beyond_the_model_is_said(load):
+def test_ctx_is_used_with_a_notice_beyond_max_positions(load):
     loaded = load(SNAPSHOT, CTX=64)
     assert loaded.context == 64 and loaded.plan.kv_bytes == load(SNAPSHOT, CTX=128).plan.kv_bytes // 2
     assert any("beyond the 2048 positions" in notice for notice in load(SNAPSHOT, CTX=4096).notices)
     assert load(SNAPSHOT).context == 2048
 
 
-def test_a_tight_budget_gets_smaller_chunks_and_says_so(load, monkeypatch):
-    roomy = load(SNAPSHOT).plan
-    monkeypatch.setattr("load.plan.rss_bytes", lambda: roomy.process_bytes)  # loading grows it
-    assert roomy.prefill_chunk == 1024
+def test_a_tight_budget_gets_smaller_prefill_chunks(load, monkeypatch):
+    ample = load(SNAPSHOT).plan
+    monkeypatch.setattr("load.plan.rss_bytes", lambda: ample.process_bytes)  # loading grows it
+    assert ample.prefill_chunk == 1024
     for share, chunk in [(11, 1024), (8, 512), (1.5, 256)]:
-        budget = roomy.fixed_bytes + share * roomy.scratch_bytes
+        budget = ample.fixed_bytes + share * ample.scratch_bytes
         plan = load(SNAPSHOT, RAM_GB=budget / 1e9).plan
         assert plan.prefill_chunk == chunk and f"chunks of {chunk}" in plan.lines()[1]
         left = plan.budget_bytes - plan.fixed_bytes
@@ -76,14 +75,14 @@ def test_a_tight_budget_gets_smaller_chunks_and_says_so(load, monkeypatch):
     assert load(SNAPSHOT, RAM_GB=budget / 1e9, PREFILL_CHUNK=1000).plan.prefill_chunk == 1000  # asked for, kept
 
 
-def test_more_memory_never_turns_a_yes_into_a_no(load, monkeypatch):
-    """The chunk was once halved for its share alone, and what fitted at 15.9 GB was refused at 16.0."""
-    roomy, fits = load(SNAPSHOT).plan, []
-    monkeypatch.setattr("load.plan.rss_bytes", lambda: roomy.process_bytes)  # loading grows it
-    step_bytes = (roomy.scratch_bytes + roomy.cache_bytes) / 40
+def test_more_memory_never_refuses_what_fitted_in_less(load, monkeypatch):
+    """The prefill chunk was once halved for its share alone: a model that fitted in 15.9 GB was refused at 16.0."""
+    ample, fits = load(SNAPSHOT).plan, []
+    monkeypatch.setattr("load.plan.rss_bytes", lambda: ample.process_bytes)  # loading grows it
+    step_bytes = (ample.scratch_bytes + ample.cache_bytes) / 40
     for step in range(1, 60):
         try:
-            load(SNAPSHOT, RAM_GB=(roomy.fixed_bytes + step * step_bytes) / 1e9)
+            load(SNAPSHOT, RAM_GB=(ample.fixed_bytes + step * step_bytes) / 1e9)
             fits.append(True)
         except Refused as error:
             fits.append(False)
@@ -98,7 +97,7 @@ def test_the_tokenizer_is_part_of_the_plan(load):
 
 
 @pytest.mark.parametrize("arguments", [[], ["2", "4", "8"]])
-def test_the_script_prints_the_plan_that_the_engine_obeys(run_colibri, arguments):
+def test_the_script_prints_the_plan_of_the_engine(run_colibri, arguments):
     """`python scripts/plan.py models/tiny --json` and the engine's own two lines agree."""
     environ = {"PATH": os.environ["PATH"], "USAGE": "0", "RAM_GB": "1", "CTX": "512"}
     command = [sys.executable, str(ROOT / "scripts" / "plan.py"), str(EMBEDDED_SNAPSHOT), *arguments]
@@ -124,7 +123,7 @@ def test_the_script_refuses_what_does_not_fit():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("ram_gb", "bits"), [(0.4, 16), (0.5, 16), (1, 16), (2, 16), (0.5, 4)])
-def test_the_promise(run_colibri, tmp_path_factory, tmp_path, ram_gb, bits):
+def test_rss_stays_within_the_memory_budget(run_colibri, tmp_path_factory, tmp_path, ram_gb, bits):
     """A model of 1.5 GB, 2,000 tokens of prefill and 500 of decode: RSS within 5 % of RAM_GB, or refused with need
     and have. Where every expert that is read is packed anew, 40 of decode."""
     folder = tmp_path_factory.getbasetemp() / "synthetic"
@@ -147,62 +146,7 @@ def test_the_promise(run_colibri, tmp_path_factory, tmp_path, ram_gb, bits):
     assert report["tokens"] == (500 if bits == 16 else 40) and report["prompt_tokens"] == 1999
 
 
-# --- free memory ------------------------------------------------------------------------------------------------------
-
-
-def write_cgroup(folder, limit, used, inactive, v1=False):
-    folder.mkdir(parents=True, exist_ok=True)
-    names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if v1 else ("memory.max", "memory.current")
-    for name, value in zip(names, (limit, used), strict=True):
-        (folder / name).write_text(f"{value}\n")
-    key = "total_inactive_file" if v1 else "inactive_file"
-    (folder / "memory.stat").write_text(f"anon 5\n{key} {inactive}\n")
-
-
-@pytest.fixture
-def cgroups(tmp_path, monkeypatch):
-    """A host with 100 GB free, and cgroups that a test writes."""
-
-    def setup(line):
-        (tmp_path / "self").write_text(line)
-        return tmp_path / "fs"
-
-    monkeypatch.setattr(machine.memory, "CGROUP_ROOT", tmp_path / "fs")
-    monkeypatch.setattr(machine.memory, "CGROUP_SELF", tmp_path / "self")
-    monkeypatch.setattr("psutil.virtual_memory", lambda: type("Memory", (), {"available": 100 * 10**9}))
-    return setup
-
-
-def test_the_tightest_ancestor_counts_without_inactive_file_pages(cgroups):
-    root = cgroups("0::/user/job\n")
-    write_cgroup(root / "user" / "job", "max", 5, 0)
-    assert machine.memory.available_bytes() == 100 * 10**9
-    write_cgroup(root / "user", 8 * 10**9, 6 * 10**9, 3 * 10**9)
-    assert machine.memory.available_bytes() == 5 * 10**9
-    write_cgroup(root / "user" / "job", 4 * 10**9, 10**9, 0)
-    assert machine.memory.available_bytes() == 3 * 10**9
-
-
-def test_cgroup_v1(cgroups):
-    root = cgroups("4:cpu,memory:/box\n0::/\n")
-    write_cgroup(root / "memory" / "box", 2 * 10**9, 10**9, 5 * 10**8, v1=True)
-    write_cgroup(root / "memory", 9223372036854771712, 10**9, 0, v1=True)  # v1's way to say no limit
-    assert machine.memory.available_bytes() == 1_500_000_000
-
-
-def test_a_container_that_does_not_see_its_own_path(cgroups):
-    root = cgroups("0::/docker/abc\n")
-    write_cgroup(root, 3 * 10**9, 10**9, 0)
-    assert machine.memory.available_bytes() == 2 * 10**9
-
-
-def test_no_free_memory_at_all_is_unknown_rather_than_nothing(monkeypatch):
-    monkeypatch.setattr(machine.memory, "cgroup_usage", lambda: [])
-    monkeypatch.setattr("psutil.virtual_memory", lambda: type("Memory", (), {"available": 0}))
-    assert machine.memory.available_bytes() is None
-
-
-def test_unknown_memory_is_said(load, monkeypatch):
+def test_unknown_memory_is_a_notice(load, monkeypatch):
     monkeypatch.setattr("load.plan.available_bytes", lambda: None)
     plan = load(SNAPSHOT).plan
     assert plan.budget_bytes == 8e9 and "unknown" in plan.budget_source and "set RAM_GB" in plan.lines()[0]

@@ -1,0 +1,57 @@
+"""Free memory, as the host and the cgroups of versions 1 and 2 report it."""
+
+import pytest
+
+import machine.memory
+
+
+def write_cgroup(folder, limit, used, inactive, v1=False):
+    folder.mkdir(parents=True, exist_ok=True)
+    names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if v1 else ("memory.max", "memory.current")
+    for name, value in zip(names, (limit, used), strict=True):
+        (folder / name).write_text(f"{value}\n")
+    key = "total_inactive_file" if v1 else "inactive_file"
+    (folder / "memory.stat").write_text(f"anon 5\n{key} {inactive}\n")
+
+
+@pytest.fixture
+def cgroups(tmp_path, monkeypatch):
+    """A host with 100 GB free, and cgroups that a test writes."""
+
+    def setup(line):
+        (tmp_path / "self").write_text(line)
+        return tmp_path / "fs"
+
+    monkeypatch.setattr(machine.memory, "CGROUP_ROOT", tmp_path / "fs")
+    monkeypatch.setattr(machine.memory, "CGROUP_SELF", tmp_path / "self")
+    monkeypatch.setattr("psutil.virtual_memory", lambda: type("Memory", (), {"available": 100 * 10**9}))
+    return setup
+
+
+def test_the_tightest_ancestor_counts_without_inactive_file_pages(cgroups):
+    root = cgroups("0::/user/job\n")
+    write_cgroup(root / "user" / "job", "max", 5, 0)
+    assert machine.memory.available_bytes() == 100 * 10**9
+    write_cgroup(root / "user", 8 * 10**9, 6 * 10**9, 3 * 10**9)
+    assert machine.memory.available_bytes() == 5 * 10**9
+    write_cgroup(root / "user" / "job", 4 * 10**9, 10**9, 0)
+    assert machine.memory.available_bytes() == 3 * 10**9
+
+
+def test_cgroup_v1(cgroups):
+    root = cgroups("4:cpu,memory:/box\n0::/\n")
+    write_cgroup(root / "memory" / "box", 2 * 10**9, 10**9, 5 * 10**8, v1=True)
+    write_cgroup(root / "memory", 9223372036854771712, 10**9, 0, v1=True)  # v1's way to say no limit
+    assert machine.memory.available_bytes() == 1_500_000_000
+
+
+def test_a_container_whose_own_cgroup_path_is_hidden(cgroups):
+    root = cgroups("0::/docker/abc\n")
+    write_cgroup(root, 3 * 10**9, 10**9, 0)
+    assert machine.memory.available_bytes() == 2 * 10**9
+
+
+def test_zero_available_memory_counts_as_unknown(monkeypatch):
+    monkeypatch.setattr(machine.memory, "cgroup_usage", lambda: [])
+    monkeypatch.setattr("psutil.virtual_memory", lambda: type("Memory", (), {"available": 0}))
+    assert machine.memory.available_bytes() is None
