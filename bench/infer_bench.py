@@ -545,7 +545,7 @@ def measure(args, settings, loaded, peaks, ids, source, decode, limit, pyplot):
         single = next((one for one in runs if one.batch == 1 and one.state == timed.state), None)
         rows.append(summarise(timed, costs, peaks, drive, single))
     print_sweep(rows, decode - 1)
-    for line in bench.engine.governor.lines():
+    for line in bench.engine.draft_length.summary_lines():
         print(line)
     if args.temperature == 0 and args.batches[-1] > 1:
         print("note: at temperature 0 all rows write the same and ask for the same experts")

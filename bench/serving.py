@@ -82,10 +82,10 @@ class Window:
 
     def __call__(self, event):
         if isinstance(event, NewToken):
-            self.counts[event.job.id] = self.counts.get(event.job.id, 0) + 1
+            self.counts[event.active.id] = self.counts.get(event.active.id, 0) + 1
             if not self.start and len(self.counts) == self.num_clients and min(self.counts.values()) >= self.warm:
                 self.start = self.look()
-            elif self.start and not self.stop and self.counts[event.job.id] == self.last:
+            elif self.start and not self.stop and self.counts[event.active.id] == self.last:
                 self.stop = self.look()
         elif isinstance(event, Finished):
             self.num_over += 1
@@ -210,7 +210,7 @@ def run(name, settings, args):
         first, decode, chunk = measure_first_token(scheduler, texts)
         print(
             f"  first token: {first:.3f} s, may take {2 * decode + chunk:.3f} = 2 x {decode:.3f} of decode + "
-            f"{chunk:.3f} with {scheduler.batch.shared_rows} rows of the long prompt"
+            f"{chunk:.3f} with {scheduler.chunked_prefill.shared_rows} rows of the long prompt"
         )
     finally:
         scheduler.close()

@@ -1,4 +1,4 @@
-"""Does DRAFT=auto earn its keep? DRAFT 0, 1, 3 and auto by turns, with all experts in memory, with half, with one.
+"""Benchmark of speculative decoding: DRAFT 0, 1, 3 and auto by turns, with all experts in memory, with half, with one.
 
     make bench-speculation        or     python bench/speculation.py [--tokens 160] [--csv bench/speculation.csv]
 
@@ -7,19 +7,19 @@ each layer, so that almost every expert is read.
 
     tiny        models/tiny, greedy, its own MTP layer and n-grams
     small       a synthetic snapshot (dev/make_synthetic.py small, 0.1 GB in a temporary folder) that recites its
-                text, whatever its logits say, so that experts are used as in traces of real models. A script stands in
-                for the MTP layer: each guess is right with the chance in the column `right`, n-grams are off
+                text, whatever its logits say, so that experts are used as in traces of real models. A script replaces
+                the MTP layer: each draft token is right with the chance in the column `right`, n-grams are off
 
 What decides is no clock: every forward is priced as that of GLM-5.2 on one machine, whose numbers are printed first, by
 the experts that it asked for and those of them that it had to read, as counted in the run. An expert of the run stands
-for as many of GLM-5.2's as make its 600 a token. The governor measures that same price, so its choices, and all but the
-column of tokens a second, are the same on any machine. Nothing is read ahead (LOOKAHEAD=0) and no history of earlier
-runs is used (USAGE=0). A run has one governor for all its texts, and begins with one more text, without guesses, that
-is not counted.
+for as many of GLM-5.2's as make its 600 a token. The draft length controller measures that same price, so its choices,
+and all but the column of tokens a second, are the same on any machine. Nothing is prefetched (LOOKAHEAD=0) and no
+history of earlier runs is used (USAGE=0). A run has one controller for all its texts, and begins with one more text,
+without drafts, that is not counted.
 
     tok/fw      tokens a forward
     experts     distinct ones asked for, a token
-    GB/token    read by GLM-5.2, the guesses' own part included
+    GB/token    read by GLM-5.2, for making the drafts too
     s/token     the price; beside it that of DRAFT=0, and of the best fixed depth, over it
     wall        tokens a second of this machine, noisy
 
@@ -44,6 +44,7 @@ from forward.kv_cache import make_kv_cache
 from generate.decode import DecodeCounters, spec_decode
 from generate.draft import Drafter
 from generate.draft_length import DraftLength
+from generate.proposers import Proposers
 from generate.sampler import Sampler, uniform
 from load.model import load_model
 from settings import EMBEDDED_SNAPSHOT, Settings
@@ -54,7 +55,7 @@ from text.tokenizer import TextTokenizer
 ROOT = Path(__file__).resolve().parents[1]
 ARMS = ("0", "1", "3", "auto")
 REGIMES = {"all": lambda num_experts: num_experts, "half": lambda num_experts: num_experts // 2, "cold": lambda _: 1}
-RIGHT = (0.3, 0.6, 0.9)  # chances of a guess of the script
+RIGHT = (0.3, 0.6, 0.9)  # chances of a draft token of the script
 OVER_BEST, OVER_PLAIN, LEAST_TOKENS = 1.05, 1.03, 1.5  # the aims
 
 # GLM-5.2 in int4, and a machine for it.
@@ -92,16 +93,16 @@ class Machine:
         self.of_forward = SPARSE_LAYERS * ACTIVE / (len(config.sparse_layers) * config.num_active_experts)
         self.of_guess = ACTIVE / config.num_active_experts
         self.seconds = self.waited = self.read = 0.0
-        self.seen = self.look()
+        self.seen = self.num_experts()
 
-    def look(self):
+    def num_experts(self):
         """-> experts (asked for, missing) so far."""
         counters = self.model.experts.counters
         return counters.hits + counters.misses, counters.misses
 
     def charge(self, seconds, scale):
         """Some seconds, and the experts since the last charge."""
-        now = self.look()
+        now = self.num_experts()
         asked, missed = (scale * (a - b) for a, b in zip(now, self.seen, strict=True))
         self.seen = now
         self.pay(seconds, asked, missed)
@@ -122,21 +123,20 @@ class Machine:
 
 
 class Script:
-    """In place of a head: guesses that are right with a chance, by position, the same in every arm. A guess has the
-    price of a head's; of its experts as large a share is missing as of the forwards of DRAFT=0."""
+    """Replaces the MTP layer: draft tokens that are right with a chance, by position, the same in every arm. Each has
+    the price of one of an MTP layer; of its experts as large a share is missed as in the forwards of DRAFT=0."""
 
-    hidden = None  # no row waits for it
+    hidden, is_ready = None, True  # no row waits for it
 
     def __init__(self, text, chance, machine, missing):
         self.text, self.chance, self.machine, self.missing = text, chance, machine, missing
 
     def propose(self, ids, depth):
-        guesses = [self.guess(len(ids) + i) for i in range(depth)]
-        for _ in guesses:
+        for _ in range(depth):
             self.machine.pay(GUESS, ACTIVE, ACTIVE * self.missing)
-        return guesses
+        return [self.draft_token(len(ids) + i) for i in range(depth)]
 
-    def guess(self, position):
+    def draft_token(self, position):
         token = self.text[position]
         if uniform(1, 0, position) < self.chance:
             return token
@@ -146,45 +146,43 @@ class Script:
 
 
 class NoNgrams:
-    def offer(self, ids, max_tokens):
+    def propose(self, ids, max_tokens):
         return "n-gram", []
 
 
 class PricedDrafter(Drafter):
-    """The engine's own, but for the clock. With a script it is the only source."""
+    """The engine's own, except for the clock. With a script it is the only proposer."""
 
-    def __init__(self, model, kv, governor, machine, script=None):
-        super().__init__(model, kv, governor, machine.now)
+    def __init__(self, model, draft_length, machine, script=None):
+        super().__init__(model, draft_length, machine.now)
         self.machine, self.script = machine, script
-        if script:
-            self.rows[0].mtp, self.rows[0].ngrams = script, NoNgrams()
 
-    def chain(self, wanted):
-        """The guesses of the head, at their price."""
+    def run_mtp(self, wanted):
+        """The drafts of the MTP layer, at their price."""
         if self.script:
             return [self.script.propose(ids, depth) for _, ids, depth in wanted]
-        guesses = super().chain(wanted)
-        self.machine.charge(GUESS * sum(map(len, guesses)), self.machine.of_guess)
-        return guesses
+        drafts = super().run_mtp(wanted)
+        self.machine.charge(GUESS * sum(map(len, drafts)), self.machine.of_guess)
+        return drafts
 
-    def follow(self, chunk, hidden):
+    def observe(self, chunk, hidden, items):
         self.machine.forward(len(chunk.ids))
-        super().follow(chunk, hidden)
+        super().observe(chunk, hidden, items)
 
-    def look(self):
-        return self.machine.now(), self.machine.waited, *self.machine.look()
+    def measure(self):
+        return self.machine.now(), self.machine.waited, *self.machine.num_experts()
 
 
 # --- a run ------------------------------------------------------------------------------------------------------------
 
 
 class Reciter:
-    """A sampler that draws a known text, and remembers what greedy would have drawn."""
+    """A sampler that gives a known text, and keeps what greedy would have sampled."""
 
     def __init__(self, text):
         self.text, self.best = text, {}
 
-    def draw(self, logits, position):
+    def sample(self, logits, position):
         self.best[position] = int(logits.argmax())
         return self.text[position]
 
@@ -193,20 +191,20 @@ MARKS = ("seconds", "read", "num_bytes", "asked", "missed")  # fields of an Arm 
 
 
 class SpeculationArm:
-    """One depth in one regime: a model, a governor, and what was counted."""
+    """One depth in one regime: a model, a draft length controller, and what was counted."""
 
     def __init__(self, folder, cap, depth, chance=0.0, missing=0.0):
         settings = Settings.read([], snap=str(folder))
         settings = replace(settings, score=None, prompt=None, replay=False, tf=False, cap=cap, draft=depth)
         self.loaded = load_model(replace(settings, lookahead="0", usage=False, ctx=0))
         self.model, self.chance, self.missing = self.loaded.model, chance, missing
-        self.governor, self.counters = DraftLength(depth), DecodeCounters()
-        self.ids = []  # of all texts, what greedy draws
+        self.draft_length, self.counters = DraftLength(depth), DecodeCounters()
+        self.ids = []  # of all texts, what greedy samples
         self.wall = self.seconds = self.read = 0.0
         self.num_bytes = self.asked = self.missed = 0
 
     def warm_up(self, prompt, num_tokens, text):
-        """Nothing is counted. Where there is a slot for each expert all of them are read."""
+        """Run without counting. Where there is a slot for each expert all of them are read."""
         config = self.model.config
         if self.loaded.plan.num_expert_slots == self.loaded.plan.num_sparse_layers * config.num_experts:
             for layer in self.model.experts.pool_index:
@@ -220,9 +218,21 @@ class SpeculationArm:
         kv = make_kv_cache(self.model.config, len(prompt) + num_tokens)
         machine = Machine(self.model)
         script = Script(text, self.chance, machine, self.missing) if text else None
-        draft = PricedDrafter(self.model, kv, self.governor, machine, script)
+        drafter = PricedDrafter(self.model, self.draft_length, machine, script)
+        proposers = Proposers(self.model, kv)
+        if script:
+            proposers.mtp, proposers.ngrams = script, NoNgrams()
         sampler = Reciter(text) if text else Sampler()
-        tokens = spec_decode(self.model, kv, prompt, sampler, num_tokens, draft=draft, counters=self.counters)
+        tokens = spec_decode(
+            self.model,
+            kv,
+            prompt,
+            sampler,
+            num_tokens,
+            drafter=drafter,
+            counters=self.counters,
+            proposers=proposers,
+        )
         ids = [next(tokens)]
         before, started = self.mark(machine), time.perf_counter()
         ids += tokens
@@ -232,13 +242,13 @@ class SpeculationArm:
         self.ids += [sampler.best[i] for i in sorted(sampler.best)] if text else ids
 
     def mark(self, machine):
-        return machine.now(), machine.read, self.model.experts.counters.bytes_read, *machine.look()
+        return machine.now(), machine.read, self.model.experts.counters.bytes_read, *machine.num_experts()
 
     def row(self, num_texts):
         """What was counted, as a row of the table."""
         c = self.counters
         tokens = c.tokens - num_texts  # the first of each belongs to the prefill
-        numbers = self.governor.numbers()
+        numbers = self.draft_length.statistics()
         return {
             "tokens": tokens,
             "forwards": c.forwards,
@@ -297,13 +307,15 @@ def check_equal(what, expected, ids):
         raise TokensDiffer(f"{what}: not the tokens of DRAFT=0, from token {at} on")
 
 
-# --- what a person reads ----------------------------------------------------------------------------------------------
+# --- output ----------------------------------------------------------------------------------------------
 
 
 def print_table(rows):
     first = rows[0]
     right = (
-        "its own head and n-grams" if first["right"] == "own" else f"guesses right with a chance of {first['right']}"
+        "its own head and n-grams"
+        if first["right"] == "own"
+        else f"draft tokens right with a chance of {first['right']}"
     )
     print(f"\n{first['model']}, {first['regime']}: {right}, {first['tokens']} tokens")
     print(f"  {'DRAFT':6}{'tok/fw':>8}{'experts':>9}{'GB/token':>10}{'s/token':>9}{'/ 0':>7}{'/ best':>8}{'wall':>7}")
@@ -333,7 +345,7 @@ def print_verdict(rows):
           f"{'met' if value >= LEAST_TOKENS else 'MISSED'}")  # fmt: skip
 
 
-# --- the door ---------------------------------------------------------------------------------------------------------
+# --- command line -----------------------------------------------------------------------------------------------------
 
 
 def tiny_jobs(num_tokens):
@@ -388,7 +400,7 @@ def main(arguments=None):
         with open(args.csv, "w", newline="", encoding="utf-8") as file:
             print(f"prices of GLM-5.2 in int4: drive {DRIVE / 1e9:g} GB/s, memory {MEMORY / 1e9:g} GB/s | a forward "
                   f"{FORWARD:.3f} s, each row {ROW:.3f} s, each expert {EXPERT / MEMORY * 1e3:.2f} ms and "
-                  f"{EXPERT / DRIVE * 1e3:.2f} ms to read it | a guess of the head {GUESS * 1e3:.1f} ms")  # fmt: skip
+                  f"{EXPERT / DRIVE * 1e3:.2f} ms to read it | a draft token {GUESS * 1e3:.1f} ms")  # fmt: skip
             rows = run(args.tokens)
             writer = csv.DictWriter(file, COLUMNS)
             writer.writeheader()

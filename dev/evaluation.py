@@ -213,7 +213,7 @@ class AnswerReader:
             self.stream.add_token(event.id)
             self.answer = cut_at(self.stream.text, self.until)
             if self.answer is not None:
-                event.job.cancel()
+                event.active.cancel()
         elif isinstance(event, Finished):
             self.error = event.error
             if self.answer is None:

@@ -66,8 +66,8 @@ def check(settings, opened, num_rows, num_tokens):
                 print(f"row {row} of {what}: {words}")
         print(f"Engine, {what}: {seconds:.2f} s")
     kv = make_kv_cache(model.config, len(prompt) + num_tokens)
-    draft = Drafter(model, kv, DraftLength(loaded.draft))
-    ids, seconds = timed(lambda: list(spec_decode(model, kv, prompt, Sampler(), num_tokens, (), draft)))
+    drafter = Drafter(model, DraftLength(loaded.draft))
+    ids, seconds = timed(lambda: list(spec_decode(model, kv, prompt, Sampler(), num_tokens, (), drafter)))
     if words := first_difference(ids, expected):
         bad += 1
         print(f"spec_decode: {words}")

@@ -1,88 +1,76 @@
-"""Tokens in, logits out: the calls everything above the forward pass is made of.
+"""Tokens in, logits out: one forward pass, with the rows of logits that a caller needs.
 
-A batch is [(ids, KvCache), ...]: new tokens of one sequence or of several. Each state grows by its tokens. Logits that
-are not finite never come out: see forward/finite.py.
+A batch is [(ids, KvCache), ...]: new tokens of one sequence or of several. Each KV cache grows by its tokens. Logits
+that are not finite never come out: see forward/finite.py. T token rows, B sequences, D model width, V vocabulary.
 """
 
-import torch
+from collections.abc import Callable, Sequence
 
+import torch
+from torch import Tensor
+
+from forward.chunk import Chunk
 from forward.finite import check_logits
+from forward.kv_cache import KvCache
 from forward.layers_forward import layers_forward
 from forward.lm_head import LOGIT_ROWS, lm_head
+from forward.model import Model
 from kernels.dispatch import logprobs as logprobs_and_best
 
-
-@torch.inference_mode()
-def step(model, batch, progress=None, on_hidden=None):
-    """-> logits float32 [len(batch), vocab] after the last token of each sequence; no other logits are computed.
-    on_hidden(chunk, hidden [rows, D] before the final norm) is called for each chunk."""
-    return step_last(model, batch, [1] * len(batch), progress, on_hidden)
+TokenBatch = list[tuple[list[int], KvCache]]
+Progress = Callable[[int, int, int], None]  # (layer, layers, token rows of the chunk)
 
 
 @torch.inference_mode()
-def step_last(model, batch, counts, progress=None, on_hidden=None, observer=None):
-    """counts: for each sequence how many of its tokens, from the last one back -> logits float32 [sum(counts), vocab]
-    after these, in the order of the batch. on_hidden as of `step`, observer as of layers_forward."""
-    hidden = step_hidden(model, batch, counts, progress, on_hidden, observer)
-    positions = [i for (_, kv), count in zip(batch, counts, strict=True) for i in range(kv.length - count, kv.length)]
-    return logits_after(model, torch.cat(hidden), positions)
-
-
-@torch.inference_mode()
-def step_hidden(model, batch, counts, progress=None, on_hidden=None, observer=None):
-    """As of step_last, where a count may be 0 -> the hidden rows [count, D] before the final norm of each sequence."""
-    wanted = {id(kv): kv.length + len(ids) - count for (ids, kv), count in zip(batch, counts, strict=True)}
-    last = {id(kv): [] for _, kv in batch}
-    for chunk, hidden in layers_forward(model, batch, progress, observer=observer):
-        if on_hidden:
-            on_hidden(chunk, hidden)
+def step(model: Model, batch: TokenBatch, progress: Progress | None = None) -> Tensor:
+    """-> logits float32 [B, V] after the last token of each sequence; no other logits are computed."""
+    ends = {id(kv): kv.length + len(ids) for ids, kv in batch}
+    last = {}  # hidden rows [1, D]
+    for chunk, hidden in layers_forward(model, batch, progress):
         for segment in chunk.segments:
-            start = segment.start + max(0, wanted[id(segment.kv)] - segment.first_position)
-            if start < segment.stop:  # a view would keep the whole chunk alive
-                last[id(segment.kv)].append(hidden[start : segment.stop].clone())
-    none = torch.empty(0, model.config.hidden_size)
-    return [torch.cat(last[id(kv)] or [none]) for _, kv in batch]
+            if segment.kv.length == ends[id(segment.kv)]:  # a view would keep the whole chunk alive
+                last[id(segment.kv)] = hidden[segment.stop - 1 : segment.stop].clone()
+    return logits_after(model, torch.cat([last[key] for key in ends]), [end - 1 for end in ends.values()])
 
 
 @torch.inference_mode()
-def logits_after(model, hidden, positions):
-    """hidden [T, D] before the final norm, after the tokens at `positions` -> logits float32 [T, vocab]."""
+def logits_after(model: Model, hidden: Tensor, positions: Sequence[int]) -> Tensor:
+    """hidden [T, D] before the final norm, after the tokens at `positions` -> logits float32 [T, V]."""
     return check_logits(lm_head(model, hidden), positions)
 
 
 @torch.inference_mode()
-def step_all(model, batch, progress=None, on_hidden=None, observer=None):
-    """-> logits float32 [all tokens of the batch, vocab], one row after each token. on_hidden as of `step`."""
-    rows = []
-    for chunk, hidden in layers_forward(model, batch, progress, observer=observer):
-        if on_hidden:
-            on_hidden(chunk, hidden)
-        rows.append(check_logits(lm_head(model, hidden), positions_of(chunk)))
-    return torch.cat(rows)
+def step_all(model: Model, batch: TokenBatch) -> Tensor:
+    """-> logits float32 [T, V], a row after each token of the batch."""
+    chunks = layers_forward(model, batch)
+    return torch.cat([logits_after(model, hidden, positions_of(chunk)) for chunk, hidden in chunks])
 
 
 @torch.inference_mode()
-def step_logprobs(model, batch, targets, progress=None):
-    """targets: one id for each token of the batch, what should follow it -> (log p of the target, float64; argmax),
-    both [all tokens]. The logits of a few rows exist at a time."""
-    logprobs, best, at = [], [], 0
+def step_logprobs(
+    model: Model, batch: TokenBatch, targets: list[int], progress: Progress | None = None
+) -> tuple[Tensor, Tensor]:
+    """targets: one id for each token of the batch, expected to follow it -> (log p of the target, float64; argmax),
+    both [T]. The logits of a few rows exist at a time."""
+    logprobs, best = [], []
+    num_done = 0
     for chunk, hidden in layers_forward(model, batch, progress):
         positions = positions_of(chunk)
         for start in range(0, len(hidden), LOGIT_ROWS):
             rows = slice(start, start + LOGIT_ROWS)
-            logits = check_logits(lm_head(model, hidden[rows]), positions[rows])
-            wanted = torch.tensor(targets[at : at + len(logits)])
+            logits = logits_after(model, hidden[rows], positions[rows])
+            wanted = torch.tensor(targets[num_done : num_done + len(logits)])
             of_targets, of_rows = logprobs_and_best(logits, wanted)
             logprobs.append(of_targets)
             best.append(of_rows)
-            at += len(logits)
+            num_done += len(logits)
     return torch.cat(logprobs), torch.cat(best)
 
 
-def logprobs_of(logits, targets):
-    """logits [T, vocab], targets [T] -> log-softmax(logits)[target], float64 [T]."""
+def logprobs_of(logits: Tensor, targets: Tensor) -> Tensor:
+    """logits [T, V], targets [T] -> log-softmax(logits)[target], float64 [T]."""
     return logprobs_and_best(logits, targets)[0]
 
 
-def positions_of(chunk):
+def positions_of(chunk: Chunk) -> list[int]:
     return [position for segment in chunk.segments for position in segment.positions.tolist()]

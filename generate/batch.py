@@ -1,352 +1,213 @@
-"""What goes through the layers together: every answer with its guesses, and some of the prompts that are read in.
+"""The generation loop: sequences decode together, with draft tokens, beside chunks of prompts that are prefilled.
 
-A step is one forward, so an expert that several ask for is read once. What is drawn depends on (seed, row, position)
-and the logits of its own row alone: an answer is the same alone or in any company.
+One step is: propose draft tokens, one forward pass over all token rows, accept. It returns what each sequence got; who
+asked for the sequences decides what follows. An expert that several rows ask for is read once. T token rows, D model
+width, V vocabulary.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
-from errors import Refused
-from forward.finite import NonFinite
+from forward.layers_forward import layers_forward
 from forward.lm_head import LOGIT_ROWS
-from forward.step import logits_after, step_hidden
-from generate.decode import draw
-from generate.draft import Drafter
-from generate.request import NewToken, Prefilled
-from generate.sampler import Sampler, token_logprobs
+from forward.model import Model
+from forward.step import logits_after
+from generate.accept import StepResult, accept
+from generate.draft import Drafter, NoDraft
+from generate.sampler import TokenLogprobs, token_logprobs
+from generate.sequence import Prefill, Sequence
 
-# Rows of prompts in a step beside answers, which wait for them: few where all experts are in memory, for there each
-# costs its arithmetic; many where nearly all experts have to be read for a few rows already.
-ROWS_IN_MEMORY, ROWS_FROM_DISK = 64, 256
-OLDEST_SHARE = 4  # of these rows the prompt that waits longest gets one in so many, whatever shorter ones there are
-SHORT_SHARE = 4  # a prompt with at most one in so many of them left is short: it does not wait for a long one
-GUESS_SHARE = 4  # of the rows of a chunk, for guesses
-
-
-class Interrupted(Exception):
-    """Nobody waits any more for what goes through the layers."""
-
-
-class Sequence:
-    """A row of a job that is being answered. Its slot holds all ids but the last."""
-
-    def __init__(self, job, row, slot):
-        r = job.request
-        self.job, self.row, self.slot = job, row, slot
-        self.sampler = Sampler(r.temperature, r.nucleus, r.seed, row, r.top_k)
-        self.end = len(r.prompt_ids) + r.max_tokens
-        self.drawn, self.reason = [], None  # [(id, log p, top), ...] that were not told yet; why it ends with them
-
-    @property
-    def num_left(self):
-        return self.end - len(self.slot.ids)
-
-    def draw(self, model, logits, guesses=()):
-        """logits [1 + guesses, vocab], after the last id and after each guess -> how many guesses were what came."""
-        r, position = self.job.request, len(self.slot.ids)
-        for right, guess in enumerate((*guesses, None)):
-            token = draw(model, self.sampler, logits[right], position + right)
-            if token in r.stop_ids:
-                self.job.stop_ids[self.row], self.reason = token, "stop"
-                return right
-            logprob = top = None
-            if r.top_logprobs is not None:
-                [(logprob, top)] = token_logprobs(logits[right : right + 1], [token], r.top_logprobs)
-            self.drawn.append((token, logprob, top))
-            if position + right + 1 == self.end:
-                self.reason = "length"
-            if token != guess or self.reason:
-                return right + (token == guess)
-
-    def give(self):
-        """Tell what was drawn, as long as somebody waits for it -> how many tokens."""
-        before = len(self.slot.ids)
-        for token, logprob, top in self.drawn:
-            if self.row in self.job.cancelled:
-                self.reason = "cancelled"
-                break
-            self.slot.ids.append(token)
-            self.job.tell(NewToken(self.job, self.row, token, logprob, top))
-        self.drawn = []
-        self.slot.kv.trim(min(self.slot.kv.length, len(self.slot.ids)))
-        return len(self.slot.ids) - before
-
-
-class Prefill:
-    """A job whose prompt is read in, into the first of its slots."""
-
-    def __init__(self, job, slots):
-        self.job, self.slots, self.slot = job, slots, slots[0]
-        r = job.request
-        self.logprobs = [(r.prompt_ids[0], None, None)] if r.prompt_logprobs else None
-
-    @property
-    def num_left(self):
-        return len(self.job.request.prompt_ids) - self.slot.kv.length
-
-    def score(self, model, hidden, first):
-        """hidden [T, D] after the prompt's tokens from position `first` on -> log-probabilities of those that follow;
-        the logits of a few rows exist at a time."""
-        r, out = self.job.request, []
-        targets = r.prompt_ids[first + 1 : first + 1 + len(hidden)]
-        for start in range(0, len(targets), LOGIT_ROWS):
-            some = targets[start : start + LOGIT_ROWS]
-            rows = slice(start, start + len(some))
-            logits = logits_after(model, hidden[rows], range(first + start, first + start + len(some)))
-            scores = token_logprobs(logits, some, r.top_logprobs or 0)
-            out += [(token, *score) for token, score in zip(some, scores, strict=True)]
-        return out
-
-
-@dataclass(frozen=True, slots=True)
-class ScheduledTokens:
-    """What a forward takes of an Answer, its last id and guesses, or of a Reading, the next of its prompt."""
-
-    of: Sequence | Prefill
-    tokens: list[int]
-
-    @property
-    def kv(self):
-        return self.of.slot.kv
-
-    @property
-    def is_answer(self):
-        return isinstance(self.of, Sequence)
-
-    @property
-    def ends_prompt(self):
-        return not self.is_answer and len(self.tokens) == self.of.num_left
-
-    @property
-    def num_wanted(self):
-        """Tokens, from the last one back, whose hidden rows are wanted."""
-        return len(self.tokens) if self.is_answer or self.of.logprobs else int(self.ends_prompt)
+Progress = Callable[[int, int, int], None]  # (layer, layers, token rows of the chunk)
+PromptChunks = Items[tuple[Prefill, int]]  # prompts and how many of their tokens are next
 
 
 @dataclass(slots=True)
 class BatchCounters:
-    """What all steps did. Tokens are those of answers, each counted when it is told."""
+    """Sums over all steps. tokens: those that were emitted, counted by whoever emits them."""
 
     tokens: int = 0
     forwards: int = 0
-    answer_rows: int = 0  # that went through the layers, guesses included
+    answer_rows: int = 0  # token rows of sequences that went through the layers, draft tokens included
     prompt_rows: int = 0
     proposed: int = 0
     accepted: int = 0
     failed_forwards: int = 0
 
 
+@dataclass(slots=True)
+class StepOutput:
+    """Results of the sequences, in their order; the prompts that are prefilled now, with logits [1, V] after them."""
+
+    results: list[StepResult] = field(default_factory=list)
+    prefilled: list[tuple[Prefill, Tensor]] = field(default_factory=list)
+
+
 class Batch:
-    """The answers and prompts under way. free(slot, job, row, reason) is called for each slot that nobody writes to any
-    more, then finish(job, row, reason, error); is_closing() tells that nothing matters any more."""
+    """The sequences that decode. They leave when they end."""
 
-    def __init__(self, model, governor, fits_memory, free, finish, is_closing):
-        self.model, self.free, self.finish, self.is_closing = model, free, finish, is_closing
-        self.draft = Drafter(model, None, governor)
-        self.shared_rows = ROWS_IN_MEMORY if fits_memory else ROWS_FROM_DISK
-        self.answers, self.readings, self.counters = [], [], BatchCounters()
-        self.was_long = False  # whether the last forward had a part of a prompt that is not short
+    def __init__(self, model: Model, drafter: Drafter | None = None):
+        self.model = model
+        self.profile = model.profile
+        self.drafter: NoDraft = drafter or NoDraft()
+        self.sequences: list[Sequence] = []
+        self.counters = BatchCounters()
+        self.max_prompt_rows = model.prefill_chunk  # of a prompt in one step
 
-    @property
-    def is_empty(self):
-        return not self.answers and not self.readings
+    def prefill(
+        self, prompt: Prefill, progress: Progress | None = None, should_stop: Callable[[], bool] | None = None
+    ) -> Tensor | None:
+        """Prefill a whole prompt, chunk by chunk -> logits [1, V] after it; None when should_stop ended it: then the KV
+        cache holds the chunks before."""
+        while True:
+            count = min(prompt.num_left, self.max_prompt_rows)
+            output = self.run([], None, [(prompt, count)], progress, should_stop)
+            if output is None:
+                return None
+            if output.prefilled:
+                return output.prefilled[0][1]
 
-    def step(self):
-        """One forward over all there is, and what follows from it."""
-        self.drop_cancelled()
-        if self.is_empty:
-            return
-        pieces = self.share_out()
-        self.draft.take([answer.slot.sources for answer in self.answers], [r.slot.sources for r, _ in pieces])
-        guesses, num_others = None, sum(count for _, count in pieces)
-        if self.answers:
-            guesses = self.guess(num_others)
-        parts = [
-            ScheduledTokens(answer, [answer.slot.ids[-1], *mine])
-            for answer, mine in zip(self.answers, guesses or [()] * len(self.answers), strict=True)
-        ]
-        for reading, count in pieces:
-            at = reading.slot.kv.length
-            parts.append(ScheduledTokens(reading, list(reading.job.request.prompt_ids[at : at + count])))
-        try:
-            outcome = self.forward(parts)
-        except Interrupted:
-            return
-        except Exception as error:
-            self.run_alone(parts, error)
-            return
-        self.go_on(parts, *outcome, is_drafted=guesses is not None)
+    def start(self, sequence: Sequence, logits: Tensor) -> StepResult:
+        """Begin to decode: sample the first token from logits [1, V] after the prompt."""
+        with self.profile.measure("sample"):
+            result = accept(sequence, logits)
+        if sequence.finish_reason is None:
+            self.sequences.append(sequence)
+        return result
 
-    def drop_cancelled(self):
-        for answer in list(self.answers):
-            if answer.row in answer.job.cancelled:
-                self.end(answer, "cancelled")
-        for reading in list(self.readings):
-            job = reading.job
-            if job.is_dropped:
-                self.fail(reading, "cancelled")
-            for row in sorted(job.left & job.cancelled):
-                self.finish(job, row, "cancelled", None)
+    def step(self) -> list[StepResult]:
+        """Decode: every sequence gets a token or more."""
+        output = self.run(self.sequences, self.drafter.propose(self.sequences))
+        assert output
+        return output.results
 
-    def share_out(self):
-        """-> [(Reading, how many of its tokens)] of the next forward.
+    def run(
+        self,
+        sequences: list[Sequence],
+        drafts: list[list[int]] | None,
+        prompt_chunks: PromptChunks = (),
+        progress: Progress | None = None,
+        should_stop: Callable[[], bool] | None = None,
+    ) -> StepOutput | None:
+        """`forward`, then `verify`; None when should_stop ended it."""
+        logits = self.forward(sequences, drafts, prompt_chunks, progress, should_stop)
+        return None if logits is None else self.verify(sequences, drafts, prompt_chunks, logits)
 
-        After a part of a long prompt short ones go without one, once: they have waited for it already. Else the
-        shortest are read first, for what waits behind a long one costs it little, but the oldest gets its share.
+    def forward(
+        self,
+        sequences: list[Sequence],
+        drafts: list[list[int]] | None,
+        prompt_chunks: PromptChunks = (),
+        progress: Progress | None = None,
+        should_stop: Callable[[], bool] | None = None,
+    ) -> list[Tensor] | None:
+        """One forward pass over the pending ids of sequences with their draft tokens, and over the next tokens of
+        prompts -> logits: of each sequence [1 + drafts, V], of each prompt [1, V] at its end, else [0, V].
+
+        None when should_stop ended it. Then, and after an exception, all KV caches are as before.
         """
-        most = self.model.prefill_chunk
-        if self.answers:
-            free = most - most // GUESS_SHARE - len(self.answers)
-            most = max(1, min(self.shared_rows, free))
-        short = [reading for reading in self.readings if reading.num_left <= max(1, most // SHORT_SHARE)]
-        alone = short if self.was_long and len(short) < len(self.readings) else []
-        counts = {}
-        for reading in [] if alone else self.readings[:1]:
-            counts[reading] = min(reading.num_left, max(1, most // OLDEST_SHARE))
-        for reading in sorted(alone or self.readings, key=lambda reading: reading.num_left):
-            before = counts.get(reading, 0)
-            counts[reading] = min(reading.num_left, before + most - sum(counts.values()))
-        self.was_long = not alone and len(short) < len(self.readings)
-        return [(reading, count) for reading, count in counts.items() if count]
-
-    def guess(self, num_others):
-        """-> guesses for each answer, or None where making them failed: then there are none."""
-        wanted = [(answer.slot.ids, answer.num_left - 1, 1) for answer in self.answers]
+        items: list[Sequence | Prefill] = [*sequences, *(prompt for prompt, _ in prompt_chunks)]
+        lengths = [item.kv.length for item in items]
+        tokens = [sequence.ids[length:] for sequence, length in zip(sequences, lengths, strict=False)]  # pending
+        num_logits = [1] * len(sequences)  # from the last token row back
+        if drafts:
+            tokens = [ids + of_sequence for ids, of_sequence in zip(tokens, drafts, strict=True)]
+            num_logits = [1 + len(of_sequence) for of_sequence in drafts]
+        num_sequence_rows = sum(map(len, tokens))
+        for (prompt, count), length in zip(prompt_chunks, lengths[len(sequences) :], strict=True):
+            tokens.append(prompt.ids[length : length + count])
+            num_logits.append(int(length + count == len(prompt.ids)))
+        logits = None
         try:
-            return self.draft.propose_rows(wanted, num_others)
-        except (Refused, NonFinite):
-            self.draft.given_up()
-            return None
-
-    def go_on(self, parts, logits, prompt_logprobs, is_drafted=False):
-        """What follows from a forward over the parts."""
-        c = self.counters
-        c.forwards += 1
-        c.prompt_rows += sum(len(part.tokens) for part in parts if not part.is_answer)
-        answers = [part for part in parts if part.is_answer]
-        c.answer_rows += sum(len(part.tokens) for part in answers)
-
-        # 1) draw, and forget the guesses that were wrong
-        accepted = []
-        for part, of_part in zip(answers, logits, strict=False):
-            right = part.of.draw(self.model, of_part, part.tokens[1:])
-            part.kv.trim(part.kv.length - len(part.tokens) + 1 + right)
-            accepted.append(right)
-        if is_drafted:
-            self.draft.verified_rows(accepted)
-        c.proposed += sum(len(part.tokens) - 1 for part in answers)
-        c.accepted += sum(accepted)
-
-        # 2) prompts that are read in: every row of the job begins, with a token of its own from the same logits
-        begun = []
-        for part, of_part in zip(parts[len(answers) :], logits[len(answers) :], strict=True):
-            if part.of.logprobs:
-                part.of.logprobs += prompt_logprobs[part.of]
-            if not part.of.num_left:
-                begun += self.begin(part.of, of_part)
-
-        # 3) tell
-        for answer in [*(part.of for part in answers), *begun]:
-            self.give(answer)
-
-    def forward(self, parts):
-        """-> (logits for each part: after every token of an answer, after the last of a prompt, none before;
-        log-probabilities {Reading: ...}). After an error all is as before."""
-        lengths, is_done = [part.kv.length for part in parts], False
-        wanted = [part.num_wanted for part in parts]
-        ends = [part.ends_prompt for part in parts]
-        try:
-            batch = [(part.tokens, part.kv) for part in parts]
-            hidden = step_hidden(self.model, batch, wanted, self.watch(parts), self.draft.follow, self.draft.routes)
-            scores = {
-                part.of: part.of.score(self.model, rows, length)
-                for part, rows, length in zip(parts, hidden, lengths, strict=True)
-                if not part.is_answer and part.of.logprobs
-            }
-            counts = [len(p.tokens) if p.is_answer else int(end) for p, end in zip(parts, ends, strict=True)]
-            rows = [of_part[len(of_part) - count :] for of_part, count in zip(hidden, counts, strict=True)]
-            positions = [i for p, n in zip(parts, counts, strict=True) for i in range(p.kv.length - n, p.kv.length)]
-            logits = [()] * len(parts)
-            if positions:
-                logits = logits_after(self.model, torch.cat(rows), positions).split(counts)
-            is_done = True
-            return logits, scores
+            logits = self.run_layers(items, tokens, lengths, num_logits, progress, should_stop)
         finally:
-            if not is_done:
+            if logits is None:
                 self.counters.failed_forwards += 1
-                self.draft.given_up()
-                for part, length in zip(parts, lengths, strict=True):
-                    part.kv.trim(length)
+                self.drafter.abandon()
+                for item, length in zip(items, lengths, strict=True):
+                    item.kv.trim(length)
+        if logits is not None:
+            self.counters.forwards += 1
+            self.counters.answer_rows += num_sequence_rows
+            self.counters.prompt_rows += sum(map(len, tokens)) - num_sequence_rows
+        return logits
 
-    def watch(self, parts):
-        """A progress callback that ends a forward once a prompt in it is no longer wanted."""
+    def verify(
+        self,
+        sequences: list[Sequence],
+        drafts: list[list[int]] | None,
+        prompt_chunks: PromptChunks,
+        logits: list[Tensor],
+    ) -> StepOutput:
+        """Sample from what `forward` gave; the KV caches forget the draft tokens that are not accepted. drafts None:
+        the drafter learns nothing."""
+        output = StepOutput()
+        for at, sequence in enumerate(sequences):
+            num_known = len(sequence.ids)
+            with self.profile.measure("sample"):
+                result = accept(sequence, logits[at], drafts[at] if drafts else ())
+            sequence.kv.trim(num_known + result.num_accepted)
+            self.counters.proposed += result.num_drafts
+            self.counters.accepted += result.num_accepted
+            output.results.append(result)
+        if drafts is not None:
+            self.drafter.finish([result.num_accepted for result in output.results])
+        self.sequences = [sequence for sequence in self.sequences if sequence.finish_reason is None]
+        for (prompt, _), of_prompt in zip(prompt_chunks, logits[len(sequences) :], strict=True):
+            if not prompt.num_left:
+                output.prefilled.append((prompt, of_prompt))
+        return output
 
-        def look(*_):
-            if self.is_closing() or any(not part.is_answer and part.of.job.is_dropped for part in parts):
-                raise Interrupted
+    @torch.inference_mode()
+    def run_layers(
+        self,
+        items: list[Sequence | Prefill],
+        tokens: list[list[int]],
+        lengths: list[int],
+        num_logits: list[int],
+        progress: Progress | None,
+        should_stop: Callable[[], bool] | None,
+    ) -> list[Tensor] | None:
+        """The tokens of each item, from position `length` on -> for each item logits [num_logits, V] after its last
+        tokens. Log-probabilities of prompts are added to them. None when should_stop ended it."""
+        chunks = []
+        batch = [(ids, item.kv) for ids, item in zip(tokens, items, strict=True)]
+        for chunk, hidden in layers_forward(self.model, batch, progress, should_stop, self.drafter.routes):
+            self.drafter.observe(chunk, hidden, items)
+            chunks.append(hidden)
+        num_rows = sum(map(len, tokens))
+        if sum(map(len, chunks)) < num_rows:
+            return None
+        hidden = chunks[0] if len(chunks) == 1 else torch.cat(chunks)  # [T, D], the items one after the other
+        rows: list[int] = []  # of hidden that need logits
+        positions: list[int] = []
+        scores, end = [], 0
+        for item, ids, length, count in zip(items, tokens, lengths, num_logits, strict=True):
+            end += len(ids)
+            rows += range(end - count, end)
+            positions += range(length + len(ids) - count, length + len(ids))
+            if isinstance(item, Prefill) and item.logprobs is not None:
+                scores.append((item.logprobs, self.score(item, hidden[end - len(ids) : end], length)))
+        if not rows:
+            logits = hidden.new_empty(0, 0)
+        else:
+            logits = logits_after(self.model, hidden if len(rows) == num_rows else hidden[rows], positions)
+        for logprobs, more in scores:
+            logprobs += more
+        return list(logits.split(num_logits)) if len(items) > 1 else [logits]
 
-        return look
-
-    def begin(self, reading, logits):
-        """The prompt is read in -> the Answers of its rows, each with its first token drawn from logits [1, vocab]."""
-        job, slots = reading.job, reading.slots
-        self.readings.remove(reading)
-        job.tell(Prefilled(job, reading.logprobs))
-        answers = [Sequence(job, row, slot) for row, slot in enumerate(slots)]
-        for answer in answers:
-            if answer.row not in job.left:
-                self.free(answer.slot, job, answer.row, "cancelled")  # while the prompt was read in
-                continue
-            if answer.slot is not reading.slot:
-                answer.slot.begin(job.request.prompt_ids, reading.slot.kv.length, reading.slot)
-            self.answers.append(answer)
-            if job.request.max_tokens:
-                answer.draw(self.model, logits)
-            else:
-                answer.reason = "length"
-        return [answer for answer in answers if answer.row in job.left]
-
-    def give(self, answer):
-        self.counters.tokens += answer.give()
-        if answer.reason:
-            self.end(answer, answer.reason)
-
-    def end(self, answer, reason, error=None):
-        self.answers.remove(answer)
-        self.free(answer.slot, answer.job, answer.row, reason)
-        self.finish(answer.job, answer.row, reason, error)
-
-    def fail(self, of, reason, error=None):
-        """An answer, or all rows of a job whose prompt is read in, can or need not go on."""
-        if isinstance(of, Sequence):
-            self.end(of, reason, error)
-            return
-        self.readings.remove(of)
-        for row, slot in enumerate(of.slots):
-            self.free(slot, of.job, row, reason)
-        for row in sorted(of.job.left):
-            self.finish(of.job, row, reason, error)
-
-    def run_alone(self, parts, error):
-        """A forward over several failed: each by itself and without guesses, so that only those end which fail."""
-        for part in parts:
-            if len(parts) > 1:
-                alone = [ScheduledTokens(part.of, part.tokens[:1] if part.is_answer else part.tokens)]
-                try:
-                    outcome = self.forward(alone)
-                except Interrupted:
-                    return
-                except Exception as of_part:
-                    error = of_part
-                else:
-                    self.go_on(alone, *outcome)
-                    continue
-            self.fail(part.of, "error", words_of(error))
-
-
-def words_of(error):
-    """One line for an error; those of the engine are one already."""
-    known = isinstance(error, (Refused, NonFinite, ValueError))
-    return str(error) if known else f"{type(error).__name__}: {error}"
+    def score(self, prompt: Prefill, hidden: Tensor, first: int) -> list[TokenLogprobs]:
+        """hidden [T, D] after the tokens from position `first` on -> log-probabilities of the prompt's tokens that
+        follow them. The logits of a few rows exist at a time."""
+        out: list[TokenLogprobs] = []
+        targets = prompt.ids[first + 1 : first + 1 + len(hidden)]
+        for start in range(0, len(targets), LOGIT_ROWS):
+            some = targets[start : start + LOGIT_ROWS]
+            positions = range(first + start, first + start + len(some))
+            logits = logits_after(self.model, hidden[start : start + len(some)], positions)
+            scores = token_logprobs(logits, some, prompt.top_logprobs)
+            out += [(token, *score) for token, score in zip(some, scores, strict=True)]
+        return out

@@ -1,19 +1,21 @@
-"""spec_decode, the one generation loop: draft (possibly nothing), verify in one forward, accept, emit.
+"""spec_decode: one sequence with speculative decoding, as a generator over the generation loop of generate/batch.py."""
 
-A token at a position is drawn from (seed, row, position) alone, so a draft is accepted exactly if it equals what is
-drawn, and the text is the same at any draft depth, greedy or sampled.
-"""
-
+from collections.abc import Callable, Collection, Generator
 from dataclasses import dataclass
 
-from forward.step import step, step_all
-from generate.draft import NoDraft
+from forward.kv_cache import KvCache
+from forward.model import Model
+from generate.batch import Batch, Progress
+from generate.draft import Drafter
+from generate.proposers import Proposers
+from generate.sampler import Sampler
+from generate.sequence import Prefill, Sequence
 from text.prompt import positions_needed
 
 
 @dataclass(slots=True)
 class DecodeCounters:
-    """What a generation did; forwards do not count the prefill."""
+    """Sums over one generation or several; forwards do not count the prefill."""
 
     tokens: int = 0
     forwards: int = 0
@@ -22,70 +24,65 @@ class DecodeCounters:
     stop_id: int | None = None  # the stop token that ended it, if one did
 
     @property
-    def tokens_per_forward(self):
-        """Tokens drawn from the forwards after the prefill, which paid for the first one; 0 before any."""
-        drawn = self.tokens + (self.stop_id is not None)
-        return (drawn - 1) / self.forwards if self.forwards else 0.0
+    def tokens_per_forward(self) -> float:
+        """Tokens sampled by the forwards after the prefill, which paid for the first one; 0 before any."""
+        sampled = self.tokens + (self.stop_id is not None)
+        return (sampled - 1) / self.forwards if self.forwards else 0.0
 
 
-def spec_decode(model, kv, prompt_ids, sampler, max_tokens, stop_ids=(), draft=None, progress=None, counters=None):
-    """Yield up to max_tokens ids that follow prompt_ids; a stop id ends it and is not yielded.
+def spec_decode(
+    model: Model,
+    kv: KvCache,
+    prompt_ids: list[int],
+    sampler: Sampler,
+    max_tokens: int,
+    stop_ids: Collection[int] = (),
+    drafter: Drafter | None = None,
+    progress: Progress | None = None,
+    counters: DecodeCounters | None = None,
+    proposers: Proposers | None = None,
+    should_stop: Callable[[], bool] | None = None,
+) -> Generator[int, None, None]:
+    """Yield up to max_tokens ids that follow prompt_ids; a stop id ends the generation and is not yielded.
 
-    kv may already hold a beginning of the prompt (kv.length of its ids); the rest is prefilled, and afterwards kv
-    holds every id but the last yielded. Needs kv.room for the rest of the prompt and max_tokens - 1 more: ValueError
-    otherwise. Nothing runs before the first `next`.
+    kv may hold the first kv.length prompt ids; the rest is prefilled, and afterwards kv holds every id but the last
+    yielded. It needs room for the rest of the prompt and max_tokens - 1 more: ValueError otherwise. proposers: of an
+    earlier text in kv, by default new ones. should_stop is asked during the prefill: true ends the generation, and kv
+    holds the chunks before. Nothing runs before the first `next`.
     """
-    draft, counters = draft or NoDraft(), counters or DecodeCounters()
-    ids, end = list(prompt_ids), len(prompt_ids) + max_tokens
+    counters = counters or DecodeCounters()
+    ids = list(prompt_ids)
     if kv.length >= len(ids):
         raise ValueError("spec_decode needs at least one prompt id that the KV cache does not hold")
     if positions_needed(len(ids), max_tokens) > kv.capacity:
         raise ValueError(f"{len(ids)} prompt tokens and {max_tokens} more do not fit {kv.capacity} positions")
     if max_tokens < 1:
         return
-
+    if drafter and not proposers:
+        proposers = Proposers(model, kv)
+    batch, num_yielded = Batch(model, drafter), len(ids)
+    sequence = Sequence(ids, kv, sampler, max_tokens, stop_ids, proposers=proposers)
     try:
-        # 1) prefill: the logits after the last prompt token alone
-        logits = step(model, [(ids[kv.length :], kv)], progress, draft.follow)
-        token = draw(model, sampler, logits[0], len(ids))
+        # 1) prefill: logits after the last prompt token alone
+        logits = batch.prefill(Prefill(ids, kv, proposers), progress, should_stop)
+        if logits is None:
+            return
+        batch.start(sequence, logits)
         while True:
-            # 2) emit: stop ids and the limit are looked at before another forward is paid for
-            if token in stop_ids:
-                counters.stop_id = token
-                return
-            ids.append(token)
-            counters.tokens += 1
-            yield token
-            left = end - len(ids)
-            if left < 1:
-                return
-
-            # 3) draft, and verify the guesses and the new token in one forward
-            guesses = draft.propose(ids, left - 1)[: left - 1]
-            logits = step_all(model, [([token, *guesses], kv)], on_hidden=draft.follow, observer=draft.routes)
-            counters.forwards += 1
-            counters.proposed += len(guesses)
-
-            # 4) accept while the draw agrees with the guess; the first that differs is the next token
-            accepted = 0
-            for guess in [*guesses, None]:
-                token = draw(model, sampler, logits[accepted], len(ids) + accepted)
-                if token != guess or token in stop_ids:
-                    break
-                accepted += 1
-            draft.verified(accepted)
-            counters.accepted += accepted
-            for guess in guesses[:accepted]:
-                ids.append(guess)
+            # 2) emit what the last step sampled, before another forward is paid for
+            while num_yielded < len(ids):
+                num_yielded += 1
                 counters.tokens += 1
-                yield guess
-            kv.trim(len(ids))
+                yield ids[num_yielded - 1]
+            if sequence.finish_reason == "stop":
+                counters.stop_id = sequence.stop_id
+            if sequence.finish_reason:
+                return
+            # 3) draft, verify in one forward, accept
+            [result] = batch.step()
+            counters.forwards += 1
+            counters.proposed += result.num_drafts
+            counters.accepted += result.num_accepted
     finally:
-        # Whoever stops listening in the middle of accepted guesses leaves no guess behind that was not yielded.
-        kv.trim(min(kv.length, len(ids)))
-
-
-def draw(model, sampler, logits, position):
-    """The sampler's token, its time counted."""
-    with model.profile.measure("sample"):
-        return sampler.draw(logits, position)
+        # Whoever stops listening in the middle of accepted draft tokens leaves none behind that was not yielded.
+        sequence.truncate(num_yielded)

@@ -1,8 +1,11 @@
-"""What a scheduler is asked for, and what it tells about it."""
+"""Requests to the scheduler, and the events that it emits for them."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from generate.sampler import TokenLogprobs
+from snapshot.config import ModelConfig
 from text.prompt import positions_needed
 
 
@@ -11,7 +14,7 @@ class Request:
     """A prompt, and one or several answers to it. The sampling settings are those of generate/sampler.py."""
 
     prompt_ids: tuple[int, ...]
-    max_tokens: int  # 0: only the prompt is read in
+    max_tokens: int  # 0: the prompt is prefilled and nothing sampled
     temperature: float = 0.0  # 0 = greedy
     nucleus: float = 1.0
     top_k: int = 0
@@ -19,90 +22,94 @@ class Request:
     num_samples: int = 1  # rows 0 .. n-1 of the sampler, each in a KV slot of its own
     stop_ids: frozenset[int] = frozenset()
     top_logprobs: int | None = None  # None: no log-probabilities; n: those of the token and of the n likeliest
-    prompt_logprobs: bool = False  # log-probabilities of the prompt's tokens too; then all of it is read in
-    conversation: str | None = None  # whose KV slot is kept, and saved where the scheduler saves any
+    prompt_logprobs: bool = False  # log-probabilities of the prompt's tokens too; then all of it is prefilled
+    conversation: str | None = None  # its KV slot is kept, and saved where the scheduler has a store
 
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The prompt begins to be read in; so many of its tokens were remembered."""
+    """The prefill begins; cached_tokens of the prompt were in the prefix cache."""
 
-    job: "Job"
+    active: "ActiveRequest"
     cached_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
-    """The prompt is read in. prompt_logprobs: None, or for each token (id, log p, top): None for the first's log p."""
+    """The prompt is prefilled. prompt_logprobs: None, or for each token (id, log p, top); no log p of the first."""
 
-    job: "Job"
-    prompt_logprobs: list | None
+    active: "ActiveRequest"
+    prompt_logprobs: list[TokenLogprobs] | None
 
 
 @dataclass(frozen=True, slots=True)
 class NewToken:
     """The next token of a row. log p and the likeliest [(id, log p), ...] are None unless they were asked for."""
 
-    job: "Job"
+    active: "ActiveRequest"
     row: int
     id: int
     logprob: float | None
-    top: list | None
+    top: list[tuple[int, float]] | None
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The last that is told of a row. reason: stop (the id is in job.stop_ids[row]), length, cancelled or error."""
+    """The last event of a row. reason: stop (the id is in active.stop_ids[row]), length, cancelled or error."""
 
-    job: "Job"
+    active: "ActiveRequest"
     row: int
     reason: str
     error: str | None
 
 
-class QueueFull(Exception):
-    """As many wait as may; it is worth trying again after `retry_after` seconds."""
+Event = Started | Prefilled | NewToken | Finished
 
-    def __init__(self, num_waiting, retry_after):
+
+class QueueFull(Exception):
+    """No more requests may wait; try again after `retry_after` seconds."""
+
+    def __init__(self, num_waiting: int, retry_after: float):
         super().__init__(f"{num_waiting} requests wait already; try again in {retry_after:.0f} s")
         self.retry_after = retry_after
 
 
-class Job:
-    """A request on its way. The thread that runs the model owns it, but for `cancel`."""
+class ActiveRequest:
+    """A request that waits or runs. The thread that runs the model owns it, except for `cancel`."""
 
-    def __init__(self, number, request, listener, wake):
-        self.id, self.request, self.listener, self.wake = number, request, listener, wake
-        self.stop_ids = {}  # row -> the stop token that ended it
-        self.left = set(range(request.num_samples))  # rows that are not finished
-        self.cancelled = set()
-        self.began = None  # when, by time.monotonic
-        self.fault = None  # what the listener raised
+    def __init__(self, number: int, request: Request, listener: Callable[[Event], object], wake: Callable[[], None]):
+        self.id, self.request = number, request
+        self.listener, self.wake = listener, wake
+        self.stop_ids: dict[int, int] = {}  # row -> the stop token that ended it
+        self.unfinished = set(range(request.num_samples))  # rows
+        self.cancelled: set[int] = set()  # rows
+        self.started: float | None = None  # by time.monotonic
+        self.fault: str | None = None  # the listener's exception
 
-    def cancel(self, row=None):
+    def cancel(self, row: int | None = None) -> None:
         """End one row, or all. From any thread, at any time."""
         self.cancelled.update(range(self.request.num_samples) if row is None else (row,))
         self.wake()
 
     @property
-    def is_dropped(self):
-        """Nobody waits for any of it any more."""
-        return self.left <= self.cancelled
+    def is_cancelled(self) -> bool:
+        """Whether every row that has not finished is cancelled."""
+        return self.unfinished <= self.cancelled
 
-    def tell(self, event):
-        """Give an event to the listener, in order. One that raises is not asked to bear more of it: its job ends."""
+    def emit(self, event: Event) -> None:
+        """Give an event to the listener, in order. A listener that raises ends its request."""
         try:
             self.listener(event)
         except Exception as error:
             self.fault = self.fault or f"{type(error).__name__}: {error}"
             self.cancel()
 
-    def finish(self, row, reason, error=None):
-        self.left.discard(row)
-        self.tell(Finished(self, row, reason, error or (self.fault if reason == "cancelled" else None)))
+    def finish(self, row: int, reason: str, error: str | None = None) -> None:
+        self.unfinished.discard(row)
+        self.emit(Finished(self, row, reason, error or (self.fault if reason == "cancelled" else None)))
 
 
-def check_request(request, config, num_slots, context):
+def check_request(request: Request, config: ModelConfig, num_slots: int, context: int) -> None:
     """ValueError, in one line, for a request that can never run."""
     r, num_ids = request, len(request.prompt_ids)
     if not num_ids or not all(type(i) is int and 0 <= i < config.vocab_size for i in r.prompt_ids):

@@ -1,102 +1,156 @@
 """Continuous batching: requests come and go at any time, and share every forward and every expert that is read.
 
     scheduler = Scheduler(loaded, num_slots=4)
-    job = scheduler.submit(Request((1, 2, 3), max_tokens=20), print)      # events, from the scheduler's own thread
+    active = scheduler.submit(Request((1, 2, 3), max_tokens=20), print)   # events, from the scheduler's own thread
     scheduler.close()
 
-A request waits in a queue, first in, first out, until there is a KV slot for each of its rows; a slot remembers its
-text (generate/kv_slots.py). Its prompt is prefilled beside the sequences that decode (generate/batch.py). What a
-request gets is the same alone or among others, at any draft depth. One thread runs the model, and calls the listeners,
-which hand on what they hear: all wait while one does not return.
+A request waits in a queue, first in, first out, until there is a KV slot for each of its rows; a slot keeps its text
+(generate/kv_slots.py). Its prompt is prefilled in chunks beside the sequences that decode (generate/batch.py). Its
+tokens are the same alone or among others, at any draft depth. One thread runs the model and calls the listeners, which
+must return at once: everybody waits for them.
 """
 
 import itertools
 import threading
 import time
 from collections import Counter, deque
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
 
-from generate.batch import Batch, Prefill, words_of
+from torch import Tensor
+
+from errors import Refused
+from forward.finite import NonFinite
+from generate.accept import StepResult
+from generate.batch import Batch, StepOutput
+from generate.chunked_prefill import ChunkedPrefill
+from generate.draft import Drafter
 from generate.draft_length import DraftLength
-from generate.kv_slots import KvSlot, choose
-from generate.request import Finished, Job, NewToken, Prefilled, QueueFull, Request, Started, check_request
+from generate.kv_file import KvFileStore
+from generate.kv_slots import KvSlot, KvSlotChoice, choose_kv_slots
+from generate.request import (
+    ActiveRequest,
+    Event,
+    Finished,
+    NewToken,
+    Prefilled,
+    QueueFull,
+    Request,
+    Started,
+    check_request,
+)
+from generate.sampler import Sampler
+from generate.sequence import Prefill, Sequence
+from load.model import LoadedModel
 from text.prompt import shared_prefix_length
 
-__all__ = ["Finished", "Job", "NewToken", "Prefilled", "QueueFull", "Request", "Scheduler", "Started"]
+__all__ = ["ActiveRequest", "Finished", "NewToken", "Prefilled", "QueueFull", "Request", "Scheduler", "Started"]
 
-LAST = 16  # jobs whose time counts for retry_after
+NUM_TIMED = 16  # requests whose time counts for retry_after
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceOwner:
+    """Whose tokens a sequence gives, and where its KV cache is."""
+
+    active: ActiveRequest
+    row: int
+    kv_slot: KvSlot
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillOwner:
+    """Whose prompt is prefilled, into the first of these KV slots; the others are for further rows."""
+
+    active: ActiveRequest
+    kv_slots: list[KvSlot]
 
 
 class Scheduler:
-    """loaded: of load/model.py; the model is the scheduler's until `close`. num_slots: by default as many as memory
-    is planned for. max_queue: requests that may wait beside those that can begin at once. saved: conversations over
-    restarts (generate/kv_file.py), or None. draft: guesses a forward, auto or a number, by default as loaded."""
+    """loaded: the model is the scheduler's until `close`. num_slots: by default as many as memory is planned for.
+    max_queue: requests that may wait beside those that can start at once. store: saves conversations over restarts.
+    draft: draft tokens a forward, auto or a number, by default as loaded."""
 
-    def __init__(self, loaded, num_slots=None, max_queue=8, saved=None, draft=None):
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        num_slots: int | None = None,
+        max_queue: int = 8,
+        store: KvFileStore | None = None,
+        draft: int | str | None = None,
+    ):
         self.model, self.config, self.context = loaded.model, loaded.config, loaded.context
-        self.max_queue, self.saved = max_queue, saved
-        self.slots = [KvSlot(self.model, self.context) for _ in range(num_slots or loaded.plan.kv_slots)]
-        self.governor = DraftLength(loaded.draft if draft is None else draft)
+        self.max_queue, self.store = max_queue, store
+        self.kv_slots = [KvSlot(self.model, self.context) for _ in range(num_slots or loaded.plan.kv_slots)]
+        self.draft_length = DraftLength(loaded.draft if draft is None else draft)
+        self.batch = Batch(self.model, Drafter(self.model, self.draft_length))
+        self.prefills: list[Prefill] = []  # the oldest first
         plan = loaded.plan
         fits_memory = plan.num_expert_slots >= plan.num_sparse_layers * plan.num_experts
-        self.batch = Batch(self.model, self.governor, fits_memory, self.free, self.finish, lambda: self.is_closing)
-        self.waiting, self.changed, self.is_closing = deque(), threading.Condition(), False
-        self.numbers_of_jobs, self.clock = itertools.count(1), itertools.count(1)
-        self.ended, self.prompt_tokens, self.cached_tokens, self.num_jobs = Counter(), 0, 0, 0
-        self.took = deque(maxlen=LAST)  # seconds from the begin of a job to its end
+        self.chunked_prefill = ChunkedPrefill(self.model.prefill_chunk, fits_memory)
+        self.waiting: deque[ActiveRequest] = deque()
+        self.changed = threading.Condition()
+        self.is_closing = False
+        self.request_numbers, self.clock = itertools.count(1), itertools.count(1)
+        self.finish_reasons: Counter[str] = Counter()  # of rows
+        self.num_requests = 0
+        self.prompt_tokens = 0
+        self.cached_tokens = 0
+        self.durations: deque[float] = deque(maxlen=NUM_TIMED)  # seconds from the start of a request to its end
         self.thread = threading.Thread(target=self.run, daemon=True, name="scheduler")
         self.thread.start()
 
     # --- from any thread ---
 
-    def submit(self, request, listener):
-        """-> Job; listener(event) is told of everything. QueueFull when too many wait, ValueError for what can never
-        run, RuntimeError after `close`."""
-        check_request(request, self.config, len(self.slots), self.context)
+    def submit(self, request: Request, listener: Callable[[Event], object]) -> ActiveRequest:
+        """Queue a request; listener(event) gets all its events. QueueFull when too many wait, ValueError for what can
+        never run, RuntimeError after `close`."""
+        check_request(request, self.config, len(self.kv_slots), self.context)
         with self.changed:
             if self.is_closing:
                 raise RuntimeError("the scheduler is closed")
-            rows = sum(len(job.left) for job in self.waiting) + request.num_samples
+            rows = sum(len(active.unfinished) for active in self.waiting) + request.num_samples
             if len(self.waiting) >= self.max_queue and rows > self.num_free:
                 raise QueueFull(len(self.waiting), self.retry_after())
-            job = Job(next(self.numbers_of_jobs), request, listener, self.wake)
-            self.waiting.append(job)
-            self.num_jobs += 1
+            active = ActiveRequest(next(self.request_numbers), request, listener, self.wake)
+            self.waiting.append(active)
+            self.num_requests += 1
             self.changed.notify()
-        return job
+        return active
 
     @property
-    def num_free(self):
-        return sum(slot.job is None for slot in self.slots)
+    def num_free(self) -> int:
+        return sum(slot.active is None for slot in self.kv_slots)
 
-    def retry_after(self):
-        """Seconds until one that waits has probably begun."""
-        took = sum(self.took) / len(self.took) if self.took else 1.0
-        return max(1.0, took * (len(self.waiting) + 1) / len(self.slots))
+    def retry_after(self) -> float:
+        """Seconds until one more request has probably started."""
+        mean = sum(self.durations) / len(self.durations) if self.durations else 1.0
+        return max(1.0, mean * (len(self.waiting) + 1) / len(self.kv_slots))
 
-    def wake(self):
+    def wake(self) -> None:
         with self.changed:
             self.changed.notify()
 
-    def numbers(self):
-        """What goes on, and what was done since the beginning."""
+    def statistics(self) -> dict[str, Any]:
+        """The state of now, and sums since the start."""
         free = self.num_free
         return {
             "context": self.context,
-            "slots": len(self.slots),
+            "slots": len(self.kv_slots),
             "slots_free": free,
-            "slots_busy": len(self.slots) - free,
+            "slots_busy": len(self.kv_slots) - free,
             "queue": len(self.waiting),
             "max_queue": self.max_queue,
-            "requests": self.num_jobs,
-            **{f"rows_{reason}": self.ended[reason] for reason in ("stop", "length", "cancelled", "error")},
+            "requests": self.num_requests,
+            **{f"rows_{reason}": self.finish_reasons[reason] for reason in ("stop", "length", "cancelled", "error")},
             "prompt_tokens": self.prompt_tokens,
             "cached_tokens": self.cached_tokens,
             **asdict(self.batch.counters),
         }
 
-    def close(self):
-        """Cancel everything, and end the thread; what is going through the layers stops at the next one."""
+    def close(self) -> None:
+        """Cancel everything, and end the thread; a prefill under way stops at the next layer."""
         with self.changed:
             self.is_closing = True
             self.changed.notify()
@@ -105,90 +159,223 @@ class Scheduler:
 
     # --- the thread ---
 
-    def run(self):
+    def run(self) -> None:
         while True:
             with self.changed:
-                while not (self.is_closing or self.waiting) and self.batch.is_empty:
+                while not (self.is_closing or self.waiting or self.batch.sequences or self.prefills):
                     self.changed.wait()
                 if self.is_closing:
                     break
             try:
                 self.admit()
-                self.batch.step()
+                self.step()
             except Exception as error:  # a fault of ours ends what is under way, not the server
-                self.end_all("error", words_of(error))
+                self.end_all("error", describe(error))
         self.end_all("cancelled")
-        for job in self.take_waiting(lambda job: True):
-            self.end_waiting(job)
+        for active in self.take_waiting(lambda active: True):
+            self.finish_rows(active)
 
-    def take_waiting(self, is_wanted):
-        """-> the jobs of the queue for which that holds; they wait no more."""
+    # --- admission ---
+
+    def take_waiting(self, is_wanted: Callable[[ActiveRequest], bool]) -> list[ActiveRequest]:
+        """Remove the requests from the queue for which that holds, and return them."""
         with self.changed:
-            taken = [job for job in self.waiting if is_wanted(job)]
-            self.waiting = deque(job for job in self.waiting if job not in taken)
+            taken = [active for active in self.waiting if is_wanted(active)]
+            self.waiting = deque(active for active in self.waiting if active not in taken)
         return taken
 
-    def end_waiting(self, job, reason="cancelled", error=None):
-        for row in sorted(job.left):
-            self.finish(job, row, reason, error)
-
-    def admit(self):
-        """Begin what waits, in order, as far as there are slots. Who waits for its own conversation holds up nobody."""
-        for job in self.take_waiting(lambda job: job.is_dropped):
-            self.end_waiting(job)
-        for job in list(self.waiting):
-            r = job.request
-            choice = choose(self.slots, r.prompt_ids, r.num_samples, r.conversation, not r.prompt_logprobs)
+    def admit(self) -> None:
+        """Start what waits, in order, while there are KV slots. A request that waits for its own conversation does not
+        hold up others."""
+        for active in self.take_waiting(lambda active: active.is_cancelled):
+            self.finish_rows(active)
+        for active in list(self.waiting):
+            r = active.request
+            choice = choose_kv_slots(self.kv_slots, r.prompt_ids, r.num_samples, r.conversation, not r.prompt_logprobs)
             if choice:
-                self.take_waiting(lambda other, job=job: other is job)
+                with self.changed:
+                    self.waiting.remove(active)
                 try:
-                    self.begin(job, choice)
+                    self.start(active, choice)
                 except Exception as error:
-                    for slot in choice.slots:
-                        self.free(slot, job, None, "error")
-                    self.end_waiting(job, "error", words_of(error))
+                    for slot in choice.kv_slots:
+                        self.free(slot, "error")
+                    self.finish_rows(active, "error", describe(error))
             elif r.num_samples > self.num_free:
                 break
 
-    def begin(self, job, choice):
-        """A job gets its slots, and its prompt begins to be read in."""
-        r, first = job.request, choice.slots[0]
+    def start(self, active: ActiveRequest, choice: KvSlotChoice) -> None:
+        """Give a request its KV slots; its prefill begins with the next step."""
+        r, first = active.request, choice.kv_slots[0]
         length, source = choice.length, choice.source
-        if self.saved and r.conversation is not None and first.conversation != r.conversation:
-            saved_ids = [] if r.prompt_logprobs else self.saved.ids(r.conversation)
+        if self.store and r.conversation is not None and first.conversation != r.conversation:
+            saved_ids = [] if r.prompt_logprobs else self.store.ids(r.conversation)
             if shared_prefix_length(saved_ids, r.prompt_ids[:-1]) > length:
-                first.resume(self.saved, r.conversation)
-                length, source = first.common(r.prompt_ids[:-1]), first
-        for slot in choice.slots:
-            slot.job, slot.used = job, next(self.clock)
-        job.began = time.monotonic()
-        first.begin(r.prompt_ids, length, source)
-        for slot in choice.slots:
+                first.load(self.store, r.conversation)
+                length, source = first.num_cached(r.prompt_ids[:-1]), first
+        for slot in choice.kv_slots:
+            slot.active, slot.used = active, next(self.clock)
+        active.started = time.monotonic()
+        first.start(r.prompt_ids, length, source)
+        for slot in choice.kv_slots:
             slot.conversation = None
         first.conversation = r.conversation
         self.prompt_tokens += len(r.prompt_ids)
         self.cached_tokens += length
-        job.tell(Started(job, length))
-        self.batch.readings.append(Prefill(job, choice.slots))
+        active.emit(Started(active, length))
+        owner = PrefillOwner(active, choice.kv_slots)
+        self.prefills.append(Prefill(first.ids, first.kv, first.proposers, r.prompt_logprobs, r.top_logprobs, owner))
 
-    def free(self, slot, job, row, reason):
-        """Nobody writes to a slot any more; it remembers what stands in it, unless something went wrong there."""
+    # --- one step: schedule, propose, forward, verify, publish ---
+
+    def step(self) -> None:
+        """Decode, and prefill some chunks of prompts, in one forward."""
+        self.drop_cancelled()
+        if not self.batch.sequences and not self.prefills:
+            return
+        sequences = self.batch.sequences
+        chunks = self.chunked_prefill.schedule(self.prefills, len(sequences))
+        try:
+            drafts = self.batch.drafter.propose(sequences, chunks) if sequences else None
+        except (Refused, NonFinite):
+            self.batch.drafter.abandon()
+            drafts = None
+        try:
+            logits = self.batch.forward(sequences, drafts, chunks, should_stop=self.stop_condition(chunks))
+        except Exception as error:
+            self.retry_each(sequences, chunks, error)
+        else:
+            if logits is not None:
+                self.publish(self.batch.verify(sequences, drafts, chunks, logits))
+
+    def stop_condition(self, chunks: list[tuple[Prefill, int]]) -> Callable[[], bool]:
+        """-> should_stop of a forward: nobody waits any more for a prompt in it."""
+        return lambda: self.is_closing or any(prompt.owner.active.is_cancelled for prompt, _ in chunks)
+
+    def retry_each(self, sequences: list[Sequence], chunks: list[tuple[Prefill, int]], error: Exception) -> None:
+        """After a forward over several failed: run each by itself and without drafts, so that only those end which
+        fail."""
+        alone: list[tuple[list[Sequence], list[tuple[Prefill, int]]]] = [([sequence], []) for sequence in sequences]
+        alone += [([], [chunk]) for chunk in chunks]
+        for one, chunk in alone:
+            if len(alone) > 1:
+                try:
+                    logits = self.batch.forward(one, None, chunk, should_stop=self.stop_condition(chunk))
+                except Exception as of_one:
+                    error = of_one
+                else:
+                    if logits is None:
+                        return
+                    self.publish(self.batch.verify(one, None, chunk, logits))
+                    continue
+            for sequence in one:
+                self.end(sequence, "error", describe(error))
+            for prompt, _ in chunk:
+                self.end_prefill(prompt, "error", describe(error))
+
+    def publish(self, output: StepOutput) -> None:
+        """Start the rows of prompts that are prefilled, emit tokens, free what ended."""
+        results = output.results
+        for prompt, logits in output.prefilled:
+            self.prefills.remove(prompt)
+            results += self.start_rows(prompt, logits)
+        for result in results:
+            self.publish_tokens(result)
+
+    def start_rows(self, prompt: Prefill, logits: Tensor) -> list[StepResult]:
+        """All rows of a request begin with the prompt's KV cache, each with a token of its own from logits [1, V]."""
+        active, kv_slots = prompt.owner.active, prompt.owner.kv_slots
+        r, results = active.request, []
+        active.emit(Prefilled(active, prompt.logprobs))
+        for row, slot in enumerate(kv_slots):
+            if row not in active.unfinished:
+                self.free(slot, "cancelled")  # during the prefill
+                continue
+            if row:
+                slot.start(r.prompt_ids, len(r.prompt_ids), kv_slots[0])
+            sampler = Sampler(r.temperature, r.nucleus, r.seed, row, r.top_k)
+            owner = SequenceOwner(active, row, slot)
+            sequence = Sequence(
+                slot.ids, slot.kv, sampler, r.max_tokens, r.stop_ids, r.top_logprobs, slot.proposers, owner=owner
+            )
+            results.append(self.batch.start(sequence, logits))
+        return results
+
+    def publish_tokens(self, result: StepResult) -> None:
+        """Emit what a sequence got, until it is cancelled."""
+        sequence, active, row = result.sequence, result.sequence.owner.active, result.sequence.owner.row
+        num_emitted = 0
+        for token, logprob, top in result.tokens:
+            if row in active.cancelled:
+                sequence.truncate(len(sequence.ids) - len(result.tokens) + num_emitted)
+                sequence.finish_reason = "cancelled"
+                break
+            active.emit(NewToken(active, row, token, logprob, top))
+            num_emitted += 1
+        self.batch.counters.tokens += num_emitted
+        if sequence.stop_id is not None:
+            active.stop_ids[row] = sequence.stop_id
+        if sequence.finish_reason:
+            self.end(sequence, sequence.finish_reason)
+
+    # --- ends ---
+
+    def drop_cancelled(self) -> None:
+        for sequence in list(self.batch.sequences):
+            if sequence.owner.row in sequence.owner.active.cancelled:
+                self.end(sequence, "cancelled")
+        for prompt in list(self.prefills):
+            active = prompt.owner.active
+            if active.is_cancelled:
+                self.end_prefill(prompt, "cancelled")
+            for row in sorted(active.unfinished & active.cancelled):
+                self.finish(active, row, "cancelled")
+
+    def end(self, sequence: Sequence, reason: str, error: str | None = None) -> None:
+        """A sequence ends: its KV slot becomes free."""
+        if sequence in self.batch.sequences:
+            self.batch.sequences.remove(sequence)
+        self.free(sequence.owner.kv_slot, reason)
+        self.finish(sequence.owner.active, sequence.owner.row, reason, error)
+
+    def end_prefill(self, prompt: Prefill, reason: str, error: str | None = None) -> None:
+        """All rows of a request end during its prefill."""
+        self.prefills.remove(prompt)
+        for slot in prompt.owner.kv_slots:
+            self.free(slot, reason)
+        self.finish_rows(prompt.owner.active, reason, error)
+
+    def free(self, slot: KvSlot, reason: str) -> None:
+        """The slot keeps its text for the prefix cache, except after an error."""
         if reason == "error":
-            slot.forget()
-        slot.job, slot.used = None, next(self.clock)
+            slot.clear()
+        slot.active, slot.used = None, next(self.clock)
 
-    def finish(self, job, row, reason, error=None):
-        self.ended[reason] += 1
-        if job.left == {row} and job.began:
-            self.took.append(time.monotonic() - job.began)
-        job.finish(row, reason, error)
-        name = job.request.conversation
-        if self.saved and name is not None and row == 0 and reason != "error":
-            for slot in self.slots:
-                if slot.conversation == name and slot.job is None:
-                    self.saved.save(name, slot.ids[: slot.kv.length], slot.kv)
+    def finish_rows(self, active: ActiveRequest, reason: str = "cancelled", error: str | None = None) -> None:
+        for row in sorted(active.unfinished):
+            self.finish(active, row, reason, error)
 
-    def end_all(self, reason, error=None):
-        """Everything under way is over."""
-        for of in [*self.batch.answers, *self.batch.readings]:
-            self.batch.fail(of, reason, error)
+    def finish(self, active: ActiveRequest, row: int, reason: str, error: str | None = None) -> None:
+        """Emit the end of a row; a conversation is saved."""
+        self.finish_reasons[reason] += 1
+        if active.unfinished == {row} and active.started:
+            self.durations.append(time.monotonic() - active.started)
+        active.finish(row, reason, error)
+        name = active.request.conversation
+        if self.store and name is not None and row == 0 and reason != "error":
+            for slot in self.kv_slots:
+                if slot.conversation == name and slot.active is None:
+                    self.store.save(name, slot.ids[: slot.kv.length], slot.kv)
+
+    def end_all(self, reason: str, error: str | None = None) -> None:
+        """End all that is under way."""
+        for sequence in list(self.batch.sequences):
+            self.end(sequence, reason, error)
+        for prompt in list(self.prefills):
+            self.end_prefill(prompt, reason, error)
+
+
+def describe(error: Exception) -> str:
+    """One line for an error; those of the engine are one already."""
+    is_known = isinstance(error, Refused | NonFinite | ValueError)
+    return str(error) if is_known else f"{type(error).__name__}: {error}"

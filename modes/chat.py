@@ -14,6 +14,7 @@ from forward.finite import NonFinite
 from forward.kv_cache import make_kv_cache
 from generate.decode import DecodeCounters, spec_decode
 from generate.draft import Drafter
+from generate.proposers import Proposers
 from load.model import LoadedModel, OpenedSnapshot, load_model
 from machine.console import PrefillProgress, say
 from machine.exit import Terminated
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 
 PROMPT_SIGN = "> "
 STOPPED = "stopped"
-Progress = Callable[[int, int, int], None]
 
 
 def run_chat(settings: "Settings", opened: OpenedSnapshot, message: str | None = None) -> int:
@@ -54,10 +54,6 @@ def run_chat(settings: "Settings", opened: OpenedSnapshot, message: str | None =
     return 0
 
 
-class PrefillStopped(Exception):
-    """The user stopped the answer during its prefill."""
-
-
 class StopKey:
     """Ctrl-C while an answer is generated: a flag, asked between tokens and between the layers of a prefill, so that
     the expert cache stays consistent. A second Ctrl-C interrupts the program at once."""
@@ -77,16 +73,6 @@ class StopKey:
         if self.pressed:
             raise KeyboardInterrupt
         self.pressed = True
-
-    def watch(self, progress: Progress) -> Progress:
-        """A progress callback that also raises PrefillStopped once the key was pressed."""
-
-        def watched(layer: int, num_layers: int, rows: int) -> None:
-            progress(layer, num_layers, rows)
-            if self.pressed:
-                raise PrefillStopped
-
-        return watched
 
 
 @dataclass
@@ -121,7 +107,8 @@ class Chat:
         self.run = RunReport("chat", loaded)
         self.kv = make_kv_cache(loaded.config, loaded.context)
         self.ids: list[int] = []  # the KV cache holds the first kv.length of them
-        self.draft = Drafter(self.model, self.kv, self.run.draft_length)
+        self.proposers = Proposers(self.model, self.kv)
+        self.drafter = Drafter(self.model, self.run.draft_length)
         self.sampler = make_sampler(settings)
         self.stop_ids = all_stop_ids(loaded.config, tokenizer)
         self.ngen = settings.ngen
@@ -133,20 +120,27 @@ class Chat:
 
     def generate_answer(
         self, ids: list[int], stop_key: StopKey, show: Callable[[str], None] = write
-    ) -> tuple[str, str | None]:
-        """Generate what follows `ids`, shown as it comes -> (its text, why it was cut off, or None).
-
-        PrefillStopped, before anything is shown, when the key was pressed during the prefill.
-        """
+    ) -> tuple[str, str | None] | None:
+        """Generate what follows `ids`, shown as it comes -> (its text, why it was cut off, or None); None, and nothing
+        shown, when the key was pressed during the prefill."""
         kv, counters, stream = self.kv, DecodeCounters(), Detokenizer(self.tokenizer)
         self.keep_shared_prefix(ids[:-1])
         self.ids = list(ids)
         num_new = len(ids) - kv.length
         max_tokens = min(self.ngen, max_answer_tokens(len(ids), kv.capacity))
-        progress = stop_key.watch(PrefillProgress(num_new))
-        self.draft.resume(ids)
+        self.proposers.resume(ids)
         tokens = spec_decode(
-            self.model, kv, ids, self.sampler, max_tokens, self.stop_ids, self.draft, progress, counters=counters
+            self.model,
+            kv,
+            ids,
+            self.sampler,
+            max_tokens,
+            self.stop_ids,
+            self.drafter,
+            PrefillProgress(num_new),
+            counters,
+            self.proposers,
+            should_stop=lambda: stop_key.pressed,
         )
         began = None
         try:
@@ -160,6 +154,8 @@ class Chat:
         except (NonFinite, Refused):
             show(stream.flush() + "\n")  # the text so far is whole, and the error gets a line of its own
             raise
+        if not began and counters.stop_id is None:
+            return None
         show(stream.flush() + "\n")
         self.totals.add(len(ids), num_new, counters, time.perf_counter() - began if began else 0.0)
         return self.tokenizer.decode(self.ids[len(ids) :]), self.cut_reason(stop_key, counters, max_tokens)
@@ -244,13 +240,13 @@ def run_turn(chat: Chat, history: ChatHistory, line: str) -> None:
 
 def answer_question(chat: Chat, history: ChatHistory, ids: list[int]) -> str | None:
     """Answer the last question -> why the answer was cut off, or None."""
-    try:
-        with StopKey() as stop_key:
-            text, cut = chat.generate_answer(ids, stop_key)
-    except PrefillStopped:
+    with StopKey() as stop_key:
+        answer = chat.generate_answer(ids, stop_key)
+    if answer is None:
         history.drop_question()
         say("[chat] stopped before the answer began; the question is removed")
         return STOPPED
+    text, cut = answer
     history.add_answer(text)
     if cut:
         say(f"[chat] {cut}; the answer stays in the conversation as it is")

@@ -28,9 +28,9 @@ def run_check(settings: "Settings", opened: OpenedSnapshot) -> int:
     run.num_prompt_ids = len(prompt)
     kv = make_kv_cache(model.config, loaded.context)
     expected = full[len(prompt) :]
-    draft, progress = Drafter(model, kv, run.draft_length), PrefillProgress(len(prompt))
+    drafter, progress = Drafter(model, run.draft_length), PrefillProgress(len(prompt))
     generated = []
-    for token in spec_decode(model, kv, prompt, Sampler(), len(expected), (), draft, progress, run.counters):
+    for token in spec_decode(model, kv, prompt, Sampler(), len(expected), (), drafter, progress, run.counters):
         generated.append(token)
         run.on_token()
     run.end()

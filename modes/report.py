@@ -158,7 +158,7 @@ class RunReport:
             "tokens_per_forward": counters.tokens_per_forward if counters.forwards else None,
             "drafts_proposed": counters.proposed,
             "drafts_accepted": counters.accepted,
-            **self.draft_length.numbers(),
+            **self.draft_length.statistics(),
             "hits": cache.hits,
             "misses": cache.misses,
             "hit_rate": cache.hit_rate,
@@ -201,7 +201,7 @@ class RunReport:
             f"peak RSS {peak_rss_bytes() / 1e9:.2f} of {self.loaded.plan.budget_bytes / 1e9:.2f} GB | "
             f"{self.counters.tokens_per_forward:.2f} tokens a forward"
         )
-        for line in self.draft_length.lines():
+        for line in self.draft_length.summary_lines():
             say(line)
 
     def table_row(self, phase: str, mark: CounterMark, tokens: int) -> tuple[str, ...]:

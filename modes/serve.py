@@ -112,5 +112,5 @@ def start_scheduler(settings: "Settings", opened: OpenedSnapshot) -> tuple[Loade
 
 def end_scheduler(loaded: LoadedModel, scheduler: Scheduler) -> None:
     scheduler.close()
-    numbers = scheduler.numbers()
+    numbers = scheduler.statistics()
     save_usage(loaded, numbers["prompt_rows"] + numbers["tokens"])

@@ -40,11 +40,11 @@ def run_text(settings: "Settings", opened: OpenedSnapshot) -> int:
     run = RunReport("prompt", loaded)
     run.num_prompt_ids = len(prompt_ids)
     kv, stream = make_kv_cache(config, context), Detokenizer(tokenizer)
-    draft, progress = Drafter(model, kv, run.draft_length), PrefillProgress(len(prompt_ids))
+    drafter, progress = Drafter(model, run.draft_length), PrefillProgress(len(prompt_ids))
     interrupt = None
     try:
         for token in spec_decode(
-            model, kv, prompt_ids, sampler, max_tokens, stop_ids, draft, progress, counters=run.counters
+            model, kv, prompt_ids, sampler, max_tokens, stop_ids, drafter, progress, counters=run.counters
         ):
             with model.profile.measure("text"):
                 write(stream.add_token(token))

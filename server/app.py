@@ -114,7 +114,7 @@ class Routes:
         return JSONResponse(self.service.model_entry())
 
     async def health(self, request: Request) -> Response:
-        statistics = self.service.scheduler.numbers()
+        statistics = self.service.scheduler.statistics()
         status = "closing" if self.service.is_closing else "ok"
         body = {"status": status, "model": self.service.model_id}
         body |= {name: statistics[name] for name in ("slots", "slots_free", "queue")}

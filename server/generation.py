@@ -5,8 +5,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 
-from generate.request import Finished, Job, NewToken, Prefilled, QueueFull, Request, Started
+from generate.request import ActiveRequest, Finished, NewToken, Prefilled, QueueFull, Request, Started
 from server.http_service import HttpService
 from server.openai.api_error import ApiError, JsonObject
 from server.openai.choice_stream import ChoiceDelta, ChoiceStream, Parser
@@ -36,7 +37,7 @@ class Generation:
         self.has_event = asyncio.Event()
         self.events: deque[tuple[int, Event, float]] = deque()  # (prompt, event, time)
         self.waiting = deque(range(len(prompts)))  # prompts that are not submitted yet
-        self.jobs: dict[int, Job] = {}
+        self.jobs: dict[int, ActiveRequest] = {}
         self.start_time = time.perf_counter()
         self.num_cached = 0  # prompt tokens found in the prefix cache
         self.is_started = False
@@ -51,9 +52,7 @@ class Generation:
         while self.waiting:
             prompt = self.waiting[0]
             try:
-                job = self.service.scheduler.submit(
-                    self.make_request(prompt), lambda event, prompt=prompt: self.receive(prompt, event)
-                )
+                job = self.service.scheduler.submit(self.make_request(prompt), partial(self.receive, prompt))
             except QueueFull as full:
                 if self.jobs:
                     return

@@ -64,7 +64,7 @@ class Metrics(Collector):
         """Return what is counted elsewhere; prometheus_client calls this."""
         counters = self.experts.counters
         queue = self.experts.queue
-        statistics = self.scheduler.numbers()
+        statistics = self.scheduler.statistics()
         yield CounterMetricFamily("colibri_expert_hits", "Experts found in memory", counters.hits)
         yield CounterMetricFamily("colibri_expert_misses", "Experts that a layer waited for", counters.misses)
         yield CounterMetricFamily("colibri_expert_read_bytes", "Bytes of experts read", counters.bytes_read)

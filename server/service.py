@@ -21,7 +21,7 @@ class Service:
         self.tokenizer = tokenizer
         self.say = say
         self.context: int = scheduler.context
-        self.num_slots: int = scheduler.numbers()["slots"]
+        self.num_slots: int = scheduler.statistics()["slots"]
         self.stop_ids = all_stop_ids(loaded.config, tokenizer)
         self.prefix = PromptPrefix(loaded.config, tokenizer, settings.prefix)
         self.temperature: float = DEFAULT_TEMPERATURE if settings.temp is None else settings.temp

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 
 from errors import Refused
 from experts.cache import CacheCounters
-from generate.request import Finished, Job, NewToken, Prefilled, QueueFull, Request, Started
+from generate.request import ActiveRequest, Finished, NewToken, Prefilled, QueueFull, Request, Started
 from generate.scheduler import Scheduler
 from load.model import LoadedModel
 from machine.console import say
@@ -160,7 +160,7 @@ class PipeServer:
         events: queue.SimpleQueue[Started | Prefilled | NewToken | Finished] = queue.SimpleQueue()
         start_time = 0.0  # of the first token: the prefill paid for it
         before = CacheCounters()
-        job: Job = self.scheduler.submit(request, events.put)
+        job: ActiveRequest = self.scheduler.submit(request, events.put)
         ids = list(request.prompt_ids)
         num_prompt = len(ids)
         try:

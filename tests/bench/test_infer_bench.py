@@ -316,7 +316,7 @@ def test_drafts_are_measured_where_they_are_asked_for(bench):
     """Greedy, the head of the embedded model is often right: fewer forwards than steps, and all is finite."""
     code, lines, _ = bench("--prompt", 24, "--decode", 20, "--batches", "1,3", "--temperature", 0, DRAFT=3)
     numbers = json.loads(lines[-1])
-    assert code == 0 and numbers["draft"] == "3" and any(line.startswith("[draft] right by") for line in lines)
+    assert code == 0 and numbers["draft"] == "3" and any(line.startswith("[draft] accepted by") for line in lines)
     for row in numbers["sweep"]:
         assert row["decode_steps"] == 19 and row["steps_per_forward"] > 1.2
         assert 0 < row["tpot_sec"] <= row["tpot_p95_sec"] and row["expert_bytes_one_row"] > 0

@@ -16,9 +16,10 @@ from forward.kv_cache import make_kv_cache
 from forward.mtp import mtp, mtp_logits
 from forward.step import step_all
 from generate.decode import DecodeCounters, spec_decode
-from generate.draft import Drafter, MtpProposer, mtp_guesses
+from generate.draft import Drafter
 from generate.draft_length import DraftLength
 from generate.engine import Engine
+from generate.mtp_draft import MtpProposer, draft_by_mtp
 from generate.sampler import Sampler
 from generate.score import ScoreRequest, score_requests
 from tests.conftest import FAMILIES, FIXTURES, read_json, reference, write_fused
@@ -205,9 +206,9 @@ def test_the_mtp_layer_equals_transformers(load, name, kernels):
         kv = make_kv_cache(model.config, 60)
         source = MtpProposer(model, kv)
         for chunk, hidden in layers_forward_of(model, ref["seq"][:known], kv):
-            source.follow(chunk, *chunk.segments, hidden)
+            source.observe(chunk, *chunk.segments, hidden)
         wanted = [(source, ref["seq"][: known + 1], len(expected["draft"]))]
-        assert mtp_guesses(model, wanted) == [expected["draft"]]
+        assert draft_by_mtp(model, wanted) == [expected["draft"]]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -217,7 +218,7 @@ def test_drafts_change_no_token(load, name, draft):
     model, (ref, _) = load(FIXTURES / name, DRAFT=draft).model, reference(name)
     prompt, continuation, counters = ref["greedy"]["prompt"], ref["greedy"]["continuation"], DecodeCounters()
     kv = make_kv_cache(model.config, 60)
-    drafter = Drafter(model, kv, DraftLength(draft))
+    drafter = Drafter(model, DraftLength(draft))
     ids = list(spec_decode(model, kv, prompt, Sampler(), 24, (), drafter, None, counters))
     assert ids == continuation
     assert (model.weights.mtp is not None) == (name in MTP)
@@ -245,7 +246,7 @@ def test_an_mtp_layer_made_of_the_last_one_drafts_and_changes_no_token(load, tmp
     for folder in (source, tmp_path / "out"):
         model, counters = load(folder, DRAFT=2).model, DecodeCounters()
         kv = make_kv_cache(model.config, 60)
-        drafter = Drafter(model, kv, DraftLength("2"))
+        drafter = Drafter(model, DraftLength("2"))
         assert list(spec_decode(model, kv, prompt, Sampler(), 24, (), drafter, None, counters)) == continuation
         assert model.weights.mtp is not None and counters.proposed > 20
         assert (model.weights.mtp.layer.indexer is not None) == (name == "deepseek_v32")

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from generate.kv_rows import BatchKvCache
 
 from forward import cost
 from forward.kv_cache import kv_cache_bytes, make_kv_cache
 from forward.step import step, step_all
-from generate.kv_rows import BatchKvCache
 from kernels import dispatch, reference
 from kernels.build import VARIANTS, processor_flags
 from kernels.formats import FORMATS

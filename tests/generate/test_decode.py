@@ -18,19 +18,20 @@ def model(load):
 
 
 class Script(NoDraft):
-    """A draft source that guesses the known continuation, every `wrong_every`-th guess spoilt."""
+    """A drafter that knows the continuation; every `wrong_every`-th draft token is wrong."""
 
     def __init__(self, known, depth, wrong_every=0):
         self.known, self.depth, self.wrong_every, self.count = known, depth, wrong_every, 0
 
-    def propose(self, ids, max_tokens):
-        guesses = self.known[len(ids) : len(ids) + min(self.depth, max_tokens)]
+    def propose(self, sequences, prompt_chunks=()):
+        [sequence] = sequences
+        start = len(sequence.ids)
         out = []
-        for guess in guesses:
+        for draft in self.known[start : start + min(self.depth, sequence.num_left - 1)]:
             self.count += 1
-            spoilt = self.wrong_every and self.count % self.wrong_every == 0
-            out.append((guess + 1) % 512 if spoilt else guess)
-        return out
+            is_wrong = self.wrong_every and self.count % self.wrong_every == 0
+            out.append((draft + 1) % 512 if is_wrong else draft)
+        return [out]
 
 
 def generate(model, prompt, sampler, num_tokens, **options):
@@ -46,7 +47,7 @@ def test_drafts_change_the_number_of_forwards_and_nothing_else(model, sampler, d
     prompt = reference(NAME)[0]["greedy"]["prompt"]
     plain, plain_kv, _ = generate(model, prompt, sampler, 20)
     draft = Script(prompt + plain, depth, wrong_every)
-    drafted, kv, counters = generate(model, prompt, sampler, 20, draft=draft)
+    drafted, kv, counters = generate(model, prompt, sampler, 20, drafter=draft)
     assert drafted == plain and kv.length == plain_kv.length == len(prompt) + 19
     if wrong_every == 0:
         assert counters.accepted == counters.proposed > 0 and counters.forwards < 19
@@ -76,11 +77,11 @@ def test_a_stop_token_ends_it_and_is_not_yielded(model):
     assert kv.length == len(ref["prompt"]) + first
     # a drafted stop token too, and one that only the draft wants does not
     draft = Script(ref["prompt"] + ref["continuation"], 4)
-    assert generate(model, ref["prompt"], Sampler(), 24, stop_ids={stop}, draft=draft)[0] == ids
+    assert generate(model, ref["prompt"], Sampler(), 24, stop_ids={stop}, drafter=draft)[0] == ids
     wrong = Script(ref["prompt"] + ref["continuation"], 4, wrong_every=2)
     unwanted = next(i for i in range(512) if i not in ref["continuation"])
-    wrong.propose = lambda known, most: [unwanted] * most
-    drafted = generate(model, ref["prompt"], Sampler(), 24, stop_ids={unwanted}, draft=wrong)[0]
+    wrong.propose = lambda sequences, _=(): [[unwanted] * (sequences[0].num_left - 1)]
+    drafted = generate(model, ref["prompt"], Sampler(), 24, stop_ids={unwanted}, drafter=wrong)[0]
     assert drafted == ref["continuation"]
 
 
@@ -95,11 +96,11 @@ def test_a_beginning_that_is_known_is_not_prefilled_again(model):
     assert out == ref["continuation"] and not rows  # five rows are no prefill worth reporting
 
 
-def test_whoever_stops_listening_leaves_no_guess_behind(model):
+def test_closing_the_generator_leaves_no_draft_token_behind(model):
     ref = reference(NAME)[0]["greedy"]
     kv = make_kv_cache(model.config, 60)
     draft = Script(ref["prompt"] + ref["continuation"], 8)
-    generation = spec_decode(model, kv, ref["prompt"], Sampler(), 24, draft=draft)
+    generation = spec_decode(model, kv, ref["prompt"], Sampler(), 24, drafter=draft)
     taken = [next(generation) for _ in range(4)]
     generation.close()
     assert kv.length == 12 + 4

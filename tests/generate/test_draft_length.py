@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from generate.draft_length import FIRST_PAUSE, MOST, DraftLength
+from generate.draft_length import FIRST_PAUSE, MAX_DEPTH, DraftLength
 from generate.forward_time import ForwardTime
 
 EXPERTS = 40  # that one row asks for
@@ -23,16 +23,16 @@ class Machine:
         waited = experts * self.missing * self.wait
         return 0.1 + self.row * 0.1 * depth + waited, waited, experts, experts * self.missing
 
-    def run(self, governor, forwards, offers=None):
+    def run(self, controller, forwards, offers=None):
         """-> (tokens, seconds) of so many forwards."""
         tokens = seconds = 0
         for _ in range(forwards):
-            [(source, depth)] = governor.choose([offers or {"MTP": MOST}])
+            [(source, depth)] = controller.choose([offers or {"MTP": MAX_DEPTH}])
             accepted = 0
             while accepted < depth and self.random.random() < self.right:
                 accepted += 1
             took, *rest = self.cost(depth)
-            governor.note([(source, depth, accepted)], 1, {source: depth * self.making}, took, *rest)
+            controller.update([(source, depth, accepted)], 1, {source: depth * self.making}, took, *rest)
             tokens, seconds = tokens + 1 + accepted, seconds + took + depth * self.making
         return tokens, seconds
 
@@ -57,9 +57,9 @@ MACHINES = {
 
 @pytest.mark.parametrize("options", MACHINES.values(), ids=MACHINES)
 def test_within_a_few_percent_of_the_best_depth(options):
-    machine, governor = Machine(**options), DraftLength()
-    tokens, seconds = machine.run(governor, 3000)
-    best = max(rate(machine, depth) for depth in range(MOST + 1))
+    machine, controller = Machine(**options), DraftLength()
+    tokens, seconds = machine.run(controller, 3000)
+    best = max(rate(machine, depth) for depth in range(MAX_DEPTH + 1))
     assert tokens / seconds > 0.95 * best
     assert tokens / seconds > 0.97 * rate(machine, 0)
 
@@ -73,51 +73,53 @@ def test_a_short_answer_is_not_spoilt(options):
 
 def test_what_changes_is_noticed():
     """A topic on which guesses are right, after one on which they never were; and back."""
-    governor, machine = DraftLength(), Machine(right=0.0)
-    machine.run(governor, 1500)
+    controller, machine = DraftLength(), Machine(right=0.0)
+    machine.run(controller, 1500)
     machine.right = 0.9
-    machine.run(governor, 1000)
-    tokens, seconds = machine.run(governor, 500)
-    assert tokens / seconds > 0.9 * max(rate(machine, depth) for depth in range(MOST + 1))
+    machine.run(controller, 1000)
+    tokens, seconds = machine.run(controller, 500)
+    assert tokens / seconds > 0.9 * max(rate(machine, depth) for depth in range(MAX_DEPTH + 1))
     machine.right = 0.0
-    machine.run(governor, 300)
-    tokens, seconds = machine.run(governor, 500)
+    machine.run(controller, 300)
+    tokens, seconds = machine.run(controller, 500)
     assert tokens / seconds > 0.95 * rate(machine, 0)
 
 
 def test_the_better_source_is_taken():
-    governor, machine = DraftLength(), Machine()
+    controller, machine = DraftLength(), Machine()
     for _ in range(200):
         for source, right in (("MTP", 0.3), ("long n-gram", 0.95)):
             machine.right = right
             accepted = sum(1 for _ in range(3) if machine.random.random() < right)
-            governor.note([(source, 3, accepted)], 1, {source: 0.015}, *machine.cost(3))
-            governor.note([(None, 0, 0)], 1, {}, *machine.cost(0))
-    chosen = [governor.choose([{"MTP": 8, "long n-gram": 4}])[0][0] for _ in range(FIRST_PAUSE - 1)]
+            controller.update([(source, 3, accepted)], 1, {source: 0.015}, *machine.cost(3))
+            controller.update([(None, 0, 0)], 1, {}, *machine.cost(0))
+    chosen = [controller.choose([{"MTP": 8, "long n-gram": 4}])[0][0] for _ in range(FIRST_PAUSE - 1)]
     assert set(chosen) == {"long n-gram"}
-    assert governor.choose([{"MTP": 8}])[0][0] in ("MTP", None)
+    assert controller.choose([{"MTP": 8}])[0][0] in ("MTP", None)
 
 
 def test_a_depth_that_is_asked_for_is_kept():
-    governor = DraftLength("3")
-    assert governor.choose([{"MTP": 3}]) == [("MTP", 3)] and governor.choose([{"n-gram": 2}]) == [("n-gram", 2)]
-    assert governor.choose([{"n-gram": 3, "MTP": 3}]) == [("MTP", 3)] and governor.choose([{}]) == [(None, 0)]
+    controller = DraftLength("3")
+    assert controller.choose([{"MTP": 3}]) == [("MTP", 3)] and controller.choose([{"n-gram": 2}]) == [("n-gram", 2)]
+    assert controller.choose([{"n-gram": 3, "MTP": 3}]) == [("MTP", 3)] and controller.choose([{}]) == [(None, 0)]
     assert DraftLength("0").choose([{"MTP": 0}]) == [(None, 0)]
 
 
 def test_nothing_to_guess_from_is_no_guess():
-    governor = DraftLength()
-    assert governor.choose([{}]) == [(None, 0)]
-    assert list(governor.lines()) == [] and governor.numbers()["draft_acceptance"] == {}
+    controller = DraftLength()
+    assert controller.choose([{}]) == [(None, 0)]
+    assert list(controller.summary_lines()) == [] and controller.statistics()["draft_acceptance"] == {}
 
 
 def test_what_is_said_and_reported():
-    governor, machine = DraftLength(), Machine(right=1.0)
-    machine.run(governor, 60)
-    first, second = governor.lines()
-    assert first.startswith("[draft] right by position: MTP 100% 100%") and "| forwards by guesses 0: " in first
+    controller, machine = DraftLength(), Machine(right=1.0)
+    machine.run(controller, 60)
+    first, second = controller.summary_lines()
+    assert (
+        first.startswith("[draft] accepted by position: MTP 100% 100%") and "| forwards by draft tokens: 0: " in first
+    )
     assert "1 rows 40.0" in second and "| auto expected" in second and "measured" in second
-    numbers = governor.numbers()
+    numbers = controller.statistics()
     assert numbers["draft_acceptance"]["MTP"][0][0] == numbers["draft_acceptance"]["MTP"][0][1] > 30
     assert sum(numbers["draft_depths"].values()) == 60
     expected, measured = numbers["draft_expected_tokens_seconds"], numbers["draft_measured_tokens_seconds"]
@@ -145,10 +147,10 @@ class Batch(Machine):
         """For each sequence how often its guesses are right."""
         return [self.right] * self.num_rows
 
-    def run(self, governor, forwards, offers=None):
+    def run(self, controller, forwards, offers=None):
         tokens = seconds = 0
         for _ in range(forwards):
-            choices = governor.choose(offers or [{"MTP": MOST}] * self.num_rows, room=56)
+            choices = controller.choose(offers or [{"MTP": MAX_DEPTH}] * self.num_rows, room=56)
             turns = []
             for (source, depth), right in zip(choices, self.rights(), strict=True):
                 accepted = 0
@@ -159,7 +161,7 @@ class Batch(Machine):
             took, *rest = self.cost(guesses)
             by_head = sum(depth for source, depth, _ in turns if source == "MTP")
             making = {"MTP": by_head * self.making, "n-gram": 0.0, "long n-gram": 0.0}
-            governor.note(turns, self.num_rows, making, took, *rest)
+            controller.update(turns, self.num_rows, making, took, *rest)
             tokens += sum(1 + accepted for _, _, accepted in turns)
             seconds += took + making["MTP"]
         return tokens, seconds
@@ -177,9 +179,9 @@ class Batch(Machine):
 @pytest.mark.parametrize("noise", [0.0, 0.1])
 @pytest.mark.parametrize("options", MACHINES.values(), ids=MACHINES)
 def test_several_sequences_within_a_few_percent_of_the_best_depth(options, noise, num_rows):
-    machine, governor = Batch(num_rows, noise, **options), DraftLength()
-    tokens, seconds = machine.run(governor, 400)
-    best = max(machine.rate(depth) for depth in range(min(MOST, 56 // num_rows) + 1))
+    machine, controller = Batch(num_rows, noise, **options), DraftLength()
+    tokens, seconds = machine.run(controller, 400)
+    best = max(machine.rate(depth) for depth in range(min(MAX_DEPTH, 56 // num_rows) + 1))
     assert tokens / seconds > 0.95 * best
     assert tokens / seconds > 0.97 * machine.rate(0)
 
@@ -191,30 +193,30 @@ def test_only_sequences_that_can_guess_well_do():
         def rights(self):
             return [0.95, 0.05] * 4
 
-    governor, machine = DraftLength(), Some(row=0.2, making=0.0)
+    controller, machine = DraftLength(), Some(row=0.2, making=0.0)
     offers = [{"long n-gram": 6}, {"n-gram": 6}] * 4
-    machine.run(governor, 400, offers)
-    choices = governor.choose(offers)
+    machine.run(controller, 400, offers)
+    choices = controller.choose(offers)
     assert all(choice[0] == "long n-gram" and choice[1] > 3 for choice in choices[::2])
     assert sum(depth for _, depth in choices[1::2]) <= 1  # a trial at most
 
 
 def test_each_sequence_takes_the_source_that_it_has():
-    governor, machine = DraftLength(), Batch(3)
-    machine.run(governor, 60, [{"MTP": 4}, {"long n-gram": 4}, {}])
+    controller, machine = DraftLength(), Batch(3)
+    machine.run(controller, 60, [{"MTP": 4}, {"long n-gram": 4}, {}])
     for _ in range(4):  # a trial lasts no longer
-        machine.run(governor, 1, [{"MTP": 4}, {"long n-gram": 4}, {}])
-        [first, second, third] = governor.choose([{"MTP": 4}, {"long n-gram": 4}, {}])
+        machine.run(controller, 1, [{"MTP": 4}, {"long n-gram": 4}, {}])
+        [first, second, third] = controller.choose([{"MTP": 4}, {"long n-gram": 4}, {}])
         assert first[0] in ("MTP", None) and second[0] in ("long n-gram", None) and third == (None, 0)
     assert first[1] > 0 and second[1] > 0
 
 
 def test_room_is_kept():
-    governor, machine = DraftLength(), Batch(8, right=1.0)
-    machine.run(governor, 200)
-    assert sum(depth for _, depth in governor.choose([{"MTP": MOST}] * 8)) > 20
+    controller, machine = DraftLength(), Batch(8, right=1.0)
+    machine.run(controller, 200)
+    assert sum(depth for _, depth in controller.choose([{"MTP": MAX_DEPTH}] * 8)) > 20
     for room in (0, 1, 5, 20):
-        assert sum(depth for _, depth in governor.choose([{"MTP": MOST}] * 8, room=room)) <= room
+        assert sum(depth for _, depth in controller.choose([{"MTP": MAX_DEPTH}] * 8, room=room)) <= room
     assert DraftLength("3").choose([{"MTP": 3}] * 4, room=9) == [("MTP", 2)] * 4
     assert DraftLength("3").choose([{"MTP": 3}] * 4, room=3) == [(None, 0)] * 4
 
@@ -223,11 +225,11 @@ def test_numbers_of_rows_that_no_forward_had():
     """Between two that are known on the line between them, else in proportion to the nearest."""
     time = ForwardTime()
     for rows, seconds, experts in ((4, 1.0, 40), (8, 2.0, 60)):
-        time.note(rows, seconds, 0.0, experts, 0)
+        time.add(rows, seconds, 0.0, experts, 0)
     assert time.parts(6) == pytest.approx((1.5, 50)) and time.parts(8) == (2.0, 60)
     assert time.parts(12) == pytest.approx((2.0 * 2.65 / 2.05, 60 * 1.5**0.8))
     assert time.parts(3) == pytest.approx((1.0 * 1.3 / 1.45, 40 * 0.75**0.8)) and time.seconds(3) == time.parts(3)[0]
     assert time.parts(1) == time.scaled(4, 1)
     assert not time.is_known(4)
-    time.note(4, 1.0, 0.0, 40, 0)
+    time.add(4, 1.0, 0.0, 40, 0)
     assert time.is_known(2) and time.is_known(8) and not time.is_known(1) and not time.is_known(9)

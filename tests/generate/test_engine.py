@@ -5,12 +5,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from generate.draft import NoDraft
+from generate.batch import Batch
 from generate.engine import Engine, naive_generate
-from generate.kv_rows import BatchKvCache, HeadKvCache
+from generate.head_kv_cache import HeadKvCache
 from generate.sampler import Sampler
 from generate.tools.calculator import calculate
-from generate.tools.row_state import Tool
+from generate.tools.tool_state import Tool
 from settings import EMBEDDED_SNAPSHOT
 from tests.conftest import FIXTURES, read_json, reference
 
@@ -96,7 +96,7 @@ def engine_of(script, tools=(), terminal_ids=(END, BOS)):
 def test_a_cache_by_heads():
     cache = HeadKvCache(3, 2, 10, 4, 8)
     assert (cache.num_rows, cache.capacity, cache.length, cache.get_pos()) == (2, 10, 0, 0)
-    assert cache.bytes == 2 * 3 * 2 * 10 * 4 * 8 * 4 and cache.get_layer_cache(1)[0].shape == (2, 10, 4, 8)
+    assert cache.num_bytes == 2 * 3 * 2 * 10 * 4 * 8 * 4 and cache.get_layer_cache(1)[0].shape == (2, 10, 4, 8)
     keys = torch.randn(2, 6, 4, 8)
     known, values = cache.append(1, keys, -keys)
     assert torch.equal(known, keys) and torch.equal(values, -keys) and cache.length == 0
@@ -140,20 +140,6 @@ def test_a_prefill_is_copied_to_every_row_with_what_stands_beside_it():
             HeadKvCache(2, 3, 9, 2, 4).prefill(other)
     with pytest.raises(ValueError, match="only an empty cache"):
         many.prefill(one)
-
-
-def test_a_cache_of_latents(model):
-    cache = BatchKvCache.empty(model.config, 20)
-    engine = Engine(model)
-    engine.rows.forward([PROMPT], cache, [1], NoDraft())
-    many = cache.clone(3, 30)
-    assert (many.num_rows, many.lengths, many.capacity) == (3, [12] * 3, 30)
-    assert many.bytes == 3 * many.states[0].num_bytes
-    many.keep([1])
-    many.trim(5)
-    assert cache.lengths == [12] and many.lengths == [5] and many.num_rows == 1
-    many.reset()
-    assert many.lengths == [0]
 
 
 # --- nanochat's own tests ---------------------------------------------------------------------------------------------
@@ -211,12 +197,12 @@ def test_one_prefill_whatever_the_number_of_rows_and_no_forward_too_many():
     for count in (1, 7):
         engine = engine_of(uniform, terminal_ids=())
         assert len(list(engine.generate([BOS, 1, 2], num_samples=count, max_tokens=4))) == 4
-        assert engine.rows.model.calls == [(1, 3)] + [(count, 1)] * 3
+        assert engine.model.calls == [(1, 3)] + [(count, 1)] * 3
     engine = engine_of(uniform)
     steps = engine.generate([BOS], num_samples=2, max_tokens=4)
-    assert engine.rows.model.calls == []  # nothing runs before it is asked for
+    assert engine.model.calls == []  # nothing runs before it is asked for
     next(steps)
-    assert engine.rows.model.calls == [(1, 1)]
+    assert engine.model.calls == [(1, 1)]
 
 
 def test_as_many_tokens_as_the_model_has_positions():
@@ -224,19 +210,19 @@ def test_as_many_tokens_as_the_model_has_positions():
     assert len(steps) == 8
 
 
-def test_rows_that_end_leave_the_forward_and_the_others_do_not_notice(model):
+def test_rows_that_end_leave_the_forward_and_the_others_do_not_notice(model, monkeypatch):
     """Sampled rows with a terminal id that some draw early: each row equals the row of a run where nobody ends."""
     engine = Engine(model, terminal_ids=())
     whole, _ = engine.generate_batch(PROMPT, num_samples=6, max_tokens=16, temperature=2.0, seed=3)
     ends = {whole[1][len(PROMPT) + 2], whole[4][len(PROMPT) + 5]}
     some = Engine(model, terminal_ids=ends)
-    rows, plain = [], some.rows.forward
+    rows, plain = [], Batch.run_layers
 
-    def counted(ids, *more):
-        rows.append(len(ids))
-        return plain(ids, *more)
+    def counted(batch, items, *more):
+        rows.append(len(items))
+        return plain(batch, items, *more)
 
-    some.rows.forward = counted
+    monkeypatch.setattr(Batch, "run_layers", counted)
     sequences, masks = some.generate_batch(PROMPT, num_samples=6, max_tokens=16, temperature=2.0, seed=3)
     for row in range(6):
         text = whole[row][len(PROMPT) :]
@@ -312,7 +298,7 @@ def test_a_tool_is_called_and_its_result_forced():
         plain = [START, *b"6*7", STOP, OUT, *b"42", OUT_END, *b" ok", END]
         return plain[len(history) - 1]
 
-    engine.rows.model.script = script
+    engine.model.script = script
     [ids], [masks] = engine.generate_batch([BOS], max_tokens=40)
     assert ids == [BOS, START, *b"6*7", STOP, OUT, *b"42", OUT_END, *b" ok"]
     assert masks == [0, 1, 1, 1, 1, 1, 0, 0, 0, 0, 1, 1, 1]

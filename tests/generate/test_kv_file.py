@@ -29,7 +29,7 @@ def begin(load, tmp_path):
         loaded = load(folder, expert_bits=expert_bits, **({"DRAFT": "3"} | variables))
         begin.said = []
         begin.files = KvFileStore(loaded, tmp_path / "cache", begin.said.append)
-        running.append(Scheduler(loaded, slots, saved=begin.files))
+        running.append(Scheduler(loaded, slots, store=begin.files))
         return running[-1]
 
     yield begin

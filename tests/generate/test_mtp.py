@@ -14,8 +14,11 @@ from forward.layers_forward import layers_forward
 from forward.mtp import mtp, mtp_logits
 from forward.step import step
 from generate.decode import DecodeCounters, spec_decode
-from generate.draft import Drafter, MtpProposer, NgramProposer, NoDraft, mtp_guesses
+from generate.draft import Drafter, NoDraft
 from generate.draft_length import DraftLength
+from generate.mtp_draft import MtpProposer, draft_by_mtp
+from generate.ngram import NgramProposer
+from generate.proposers import Proposers
 from generate.sampler import Sampler
 from kernels.dispatch import rms_norm
 from settings import EMBEDDED_SNAPSHOT
@@ -41,7 +44,7 @@ def hidden_rows(model, kv, ids):
 
 def generate(model, prompt, num_tokens, sampler=None, draft="auto", **options):
     kv, counters = make_kv_cache(model.config, len(prompt) + num_tokens), DecodeCounters()
-    drafter = draft(model, kv) if callable(draft) else Drafter(model, kv, DraftLength(draft))
+    drafter = draft(model) if callable(draft) else Drafter(model, DraftLength(draft))
     ids = list(spec_decode(model, kv, prompt, sampler or Sampler(), num_tokens, (), drafter, None, counters, **options))
     return ids, kv, counters
 
@@ -78,9 +81,9 @@ def test_chained_drafts_equal_transformers(model):
         kv = make_kv_cache(model.config, 60)
         source = MtpProposer(model, kv)
         for chunk, hidden in layers_forward_of(model, REF["seq"][:known], kv):
-            source.follow(chunk, *chunk.segments, hidden)
+            source.observe(chunk, *chunk.segments, hidden)
         ids = REF["seq"][: known + 1]
-        assert mtp_guesses(model, [(source, ids, len(expected["draft"]))]) == [expected["draft"]]
+        assert draft_by_mtp(model, [(source, ids, len(expected["draft"]))]) == [expected["draft"]]
 
 
 def layers_forward_of(model, ids, kv):
@@ -118,9 +121,9 @@ class Wrong(Drafter):
 
     every = 1
 
-    def propose(self, ids, max_tokens):
-        guesses = super().propose(ids, max_tokens)
-        return [(g + 1) % 512 if i % self.every == self.every - 1 else g for i, g in enumerate(guesses)]
+    def propose(self, sequences, prompt_chunks=()):
+        [draft] = super().propose(sequences, prompt_chunks)
+        return [[(g + 1) % 512 if i % self.every == self.every - 1 else g for i, g in enumerate(draft)]]
 
 
 class Mixed(Wrong):
@@ -133,8 +136,10 @@ class Right(NoDraft):
     def __init__(self, known, depth):
         self.known, self.depth = known, depth
 
-    def propose(self, ids, max_tokens):
-        return self.known[len(ids) : len(ids) + min(self.depth, max_tokens)]
+    def propose(self, sequences, prompt_chunks=()):
+        [sequence] = sequences
+        start = len(sequence.ids)
+        return [self.known[start : start + min(self.depth, sequence.num_left - 1)]]
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS.values(), ids=SAMPLERS)
@@ -144,15 +149,15 @@ class Right(NoDraft):
 def test_the_same_ids_and_the_same_kv(load, kernels, sampler, depth):
     model = load(FIXTURES / NAME, DRAFT="auto", KERNELS=kernels).model
     prompt = REF["greedy"]["prompt"]
-    plain, plain_kv, _ = generate(model, prompt, 24, sampler, lambda *_: NoDraft())
+    plain, plain_kv, _ = generate(model, prompt, 24, sampler, lambda model: NoDraft())
     if sampler is SAMPLERS["greedy"]:
         assert plain == REF["greedy"]["continuation"]
     n, most = plain_kv.length, 8 if depth == "auto" else int(depth)
     drafters = {
-        "own": lambda model, kv: Drafter(model, kv, DraftLength(depth)),
-        "wrong": lambda model, kv: Wrong(model, kv, DraftLength(depth)),
-        "mixed": lambda model, kv: Mixed(model, kv, DraftLength(depth)),
-        "right": lambda *_: Right(prompt + plain, most),
+        "own": lambda model: Drafter(model, DraftLength(depth)),
+        "wrong": lambda model: Wrong(model, DraftLength(depth)),
+        "mixed": lambda model: Mixed(model, DraftLength(depth)),
+        "right": lambda model: Right(prompt + plain, most),
     }
     for name, drafter in drafters.items():
         ids, kv, counters = generate(model, prompt, 24, sampler, drafter)
@@ -168,7 +173,7 @@ def test_the_same_ids_and_the_same_kv(load, kernels, sampler, depth):
 
 def test_native_kernels_leave_the_same_bits(load):
     model = load(FIXTURES / NAME, DRAFT="auto", cap=2).model
-    _, plain_kv, _ = generate(model, REF["greedy"]["prompt"], 24, draft=lambda *_: NoDraft())
+    _, plain_kv, _ = generate(model, REF["greedy"]["prompt"], 24, draft=lambda model: NoDraft())
     _, kv, counters = generate(model, REF["greedy"]["prompt"], 24, draft="3")
     assert counters.proposed > counters.accepted
     n, last = kv.length, model.config.num_layers
@@ -194,9 +199,9 @@ def test_a_long_prompt_goes_through_the_layer_chunk_by_chunk(load, chunk):
         source = MtpProposer(model, kv)
         source.FEW = few
         for piece, hidden in layers_forward_of(model, prompt[:-1], kv):
-            source.follow(piece, *piece.segments, hidden)
+            source.observe(piece, *piece.segments, hidden)
         assert source.first + len(source.hidden) == len(prompt) - 1
-        states.append((kv, *mtp_guesses(model, [(source, prompt, 4)])))
+        states.append((kv, *draft_by_mtp(model, [(source, prompt, 4)])))
     (one, guesses), (other, others) = states
     layer, n = model.config.num_layers, len(prompt) - 1
     assert guesses == others and one.mtp_length == other.mtp_length == n
@@ -209,7 +214,7 @@ def test_a_state_that_is_known_already_is_drafted_from_there_on(load):
     prompt, n = TINY["prompt_ids"], 40
     kv = make_kv_cache(model.config, 100)
     first = list(spec_decode(model, kv, prompt, Sampler(), 8))
-    again = Drafter(model, kv, DraftLength("3"))
+    again = Drafter(model, DraftLength("3"))
     counters = DecodeCounters()
     rest = list(spec_decode(model, kv, prompt + first, Sampler(), n, (), again, None, counters))
     assert (prompt + first + rest) == TINY["full_ids"][: len(prompt) + 8 + n]
@@ -220,11 +225,11 @@ def test_whoever_stops_listening_can_go_on(load):
     model = load(EMBEDDED_SNAPSHOT, DRAFT="auto").model
     prompt = TINY["prompt_ids"]
     kv = make_kv_cache(model.config, 100)
-    drafter = Drafter(model, kv, DraftLength("8"))
-    generation = spec_decode(model, kv, prompt, Sampler(), 40, (), drafter)
+    drafter, proposers = Drafter(model, DraftLength("8")), Proposers(model, kv)
+    generation = spec_decode(model, kv, prompt, Sampler(), 40, (), drafter, proposers=proposers)
     taken = [next(generation) for _ in range(6)]
     generation.close()
-    rest = list(spec_decode(model, kv, prompt + taken, Sampler(), 30, (), drafter))
+    rest = list(spec_decode(model, kv, prompt + taken, Sampler(), 30, (), drafter, proposers=proposers))
     assert prompt + taken + rest == TINY["full_ids"][: len(prompt) + 36]
 
 
@@ -241,14 +246,15 @@ def test_the_distribution_is_the_samplers_own(load):
     class Likeliest(NoDraft):
         """Guesses the likeliest second token."""
 
-        def propose(self, ids, max_tokens):
-            return likeliest[:1] if len(ids) == len(prompt) + 1 and max_tokens else []
+        def propose(self, sequences, prompt_chunks=()):
+            [sequence] = sequences
+            return [likeliest[:1] if len(sequence.ids) == len(prompt) + 1 and sequence.num_left > 1 else []]
 
     class Forced(Sampler):
         """The first token is given, so that all seeds draw the second from the same probabilities."""
 
-        def draw(self, logits, position):
-            return first if position == len(prompt) else super().draw(logits, position)
+        def sample(self, logits, position):
+            return first if position == len(prompt) else super().sample(logits, position)
 
     counts, accepted = Counter(), DecodeCounters()
     for seed in range(num_seeds):
@@ -272,15 +278,18 @@ def test_only_accepted_tokens_are_learned_from(load, wrong):
     known = TINY["full_ids"]
 
     class Guesser(Drafter):
-        def propose(self, ids, max_tokens):
-            super().propose(ids, 0)
-            guesses = known[len(ids) : len(ids) + min(3, max_tokens)]
-            self.turns, self.drafting = [("MTP", len(guesses), 1)], {"MTP": 0.0}
-            self.routes = ForwardRoutes() if guesses else None
-            return [(guess + wrong) % 300 for guess in guesses]
+        def propose(self, sequences, prompt_chunks=()):
+            [sequence] = sequences
+            self.draft_length.most = 0
+            super().propose(sequences, prompt_chunks)
+            start = len(sequence.ids)
+            draft = known[start : start + min(3, sequence.num_left - 1)]
+            self.turns, self.drafting = [("MTP", len(draft), 1)], {"MTP": 0.0}
+            self.routes = ForwardRoutes() if draft else None
+            return [[(token + wrong) % 300 for token in draft]]
 
     kv, counters = make_kv_cache(model.config, 100), DecodeCounters()
-    draft = Guesser(model, kv, DraftLength("3"))
+    draft = Guesser(model, DraftLength("3"))
     list(spec_decode(model, kv, prompt, Sampler(), 40, (), draft, None, counters))
     assert (counters.accepted == 0) == wrong and draft.routes is None
     uses = sum(total for (layer, _), total in model.experts.use_counts().items() if layer < model.config.num_layers)
@@ -295,18 +304,18 @@ def test_only_accepted_tokens_are_learned_from(load, wrong):
 def test_ngrams_take_the_longest_match_and_of_equals_the_latest():
     source = NgramProposer()
     text = [1, 2, 3, 4, 9, 8, 3, 4, 7, 7, 3, 4]
-    assert source.offer(text, 3) == ("n-gram", [7, 7, 3])
-    assert source.offer([*text, 9, 8, 3, 4], 2) == ("long n-gram", [7, 7])
-    assert NgramProposer().offer([5, 6, 7], 4) == ("n-gram", [])
-    assert NgramProposer().offer([5], 4) == ("n-gram", [])
-    assert NgramProposer().offer([5, 5, 5, 5, 5], 2)[1] == [5]  # what stands behind it, not more
+    assert source.propose(text, 3) == ("n-gram", [7, 7, 3])
+    assert source.propose([*text, 9, 8, 3, 4], 2) == ("long n-gram", [7, 7])
+    assert NgramProposer().propose([5, 6, 7], 4) == ("n-gram", [])
+    assert NgramProposer().propose([5], 4) == ("n-gram", [])
+    assert NgramProposer().propose([5, 5, 5, 5, 5], 2)[1] == [5]  # what stands behind it, not more
 
 
 def test_an_index_that_grows_equals_a_new_one():
     drawn, source, text = random.Random(1), NgramProposer(), []
     for _ in range(300):
         text.append(drawn.randrange(4))
-        assert source.offer(text, 5) == NgramProposer().offer(text, 5)
+        assert source.propose(text, 5) == NgramProposer().propose(text, 5)
 
 
 # --- heads that are missing, broken or weak ---------------------------------------------------------------------------

@@ -6,12 +6,16 @@ import torch
 import generate.engine
 from experts.route_observer import ForwardRoutes
 from forward.kv_cache import make_kv_cache
-from forward.step import step, step_all, step_last
-from generate.draft import Drafter, MtpProposer, mtp_guesses
+from forward.step import step_all
+from generate.batch import Batch
+from generate.draft import Drafter, align_choices
 from generate.draft_length import DraftLength
-from generate.engine import Engine, HeadRows
-from generate.kv_rows import BatchKvCache
-from generate.tools.row_state import Tool
+from generate.engine import Engine
+from generate.mtp_draft import MtpProposer, draft_by_mtp
+from generate.proposers import Proposers
+from generate.sampler import Sampler
+from generate.sequence import Prefill, Sequence
+from generate.tools.tool_state import Tool
 from settings import EMBEDDED_SNAPSHOT
 from tests.conftest import FIXTURES, read_json, reference
 
@@ -38,67 +42,59 @@ class Numbers:
 
 
 class Scripted(Drafter):
-    """Guesses from what each row is known to say; `spoil(row, position)` tells which are another id."""
+    """Draft tokens from the known texts of all rows; `is_wrong(row, position)` tells which are another id."""
 
     texts, depth = (), 3
 
-    def spoil(self, row, position):
+    def is_wrong(self, row, position):
         return False
 
-    def clone(self, cache, ids):
-        other = super().clone(cache, ids)
-        for number, row in enumerate(other.rows):
-            row.number = number
-        return other
-
-    def propose_rows(self, wanted):
-        super().propose_rows([(ids, 0, num_new) for ids, _, num_new in wanted])
-        guesses = []
-        for row, (ids, max_tokens, _) in zip(self.rows, wanted, strict=True):
-            stop = len(ids) + min(self.depth, max_tokens)
-            guesses.append([
-                self.texts[row.number][at] ^ self.spoil(row.number, at)
-                for at in range(len(ids), min(stop, len(self.texts[row.number])))
-            ])  # fmt: skip
-        self.turns = [("MTP", len(mine), num_new) for mine, (_, _, num_new) in zip(guesses, wanted, strict=True)]
+    def propose(self, sequences, prompt_chunks=()):
+        most, self.draft_length.most = self.draft_length.most, 0
+        super().propose(sequences, prompt_chunks)
+        self.draft_length.most, drafts = most, []
+        for sequence in sequences:
+            row, start = sequence.sampler.row, len(sequence.ids)
+            stop = min(start + min(self.depth, sequence.num_left - 1), len(self.texts[row]))
+            drafts.append([self.texts[row][at] ^ self.is_wrong(row, at) for at in range(start, stop)])
+        self.turns = [("MTP", len(draft), num_new) for draft, (_, _, num_new) in zip(drafts, self.turns, strict=True)]
         self.drafting = {"MTP": 0.0}
-        self.routes = ForwardRoutes() if any(guesses) else None
-        return guesses
+        self.routes = ForwardRoutes() if any(drafts) else None
+        return drafts
 
 
 class Wrong(Scripted):
-    def spoil(self, row, position):
+    def is_wrong(self, row, position):
         return True
 
 
 class Mixed(Scripted):
-    """Every third guess of a row is wrong; another third for each row."""
+    """Every third draft token of a row is wrong; another third for each row."""
 
-    def spoil(self, row, position):
+    def is_wrong(self, row, position):
         return (row + position) % 3 == 0
 
 
 class Watched:
-    """An Engine, its forwards [(tokens of each row), ...] and the states of all rows."""
+    """An Engine, its forwards [(tokens of each row), ...] and the KV caches of all rows."""
 
-    def __init__(self, model, monkeypatch, drafter=None, **options):
-        if drafter:
-            monkeypatch.setattr(generate.engine, "Drafter", drafter)
+    def __init__(self, model, monkeypatch, drafter=Drafter, **options):
         self.engine, self.forwards, self.states = Engine(model, Numbers(), **options), [], []
-        plain, clone = self.engine.rows.forward, BatchKvCache.clone
+        watched, clone = self, self.engine.clone
 
-        def forward(ids, *more):
-            self.forwards.append([len(of_row) for of_row in ids])
-            return plain(ids, *more)
+        class Recording(Batch):
+            def run_layers(self, items, tokens, *more):
+                watched.forwards.append([len(ids) for ids in tokens])
+                return super().run_layers(items, tokens, *more)
 
-        def remembered(cache, *more):
-            out = clone(cache, *more)
-            self.states = list(out.states)
-            return out
+        def recorded(*arguments):
+            for kv, proposers in clone(*arguments):
+                self.states.append(kv)
+                yield kv, proposers
 
-        self.engine.rows.forward = forward
-        monkeypatch.setattr(BatchKvCache, "clone", remembered)
-        self.steps = None
+        monkeypatch.setattr(generate.engine, "Drafter", drafter or Drafter)
+        monkeypatch.setattr(generate.engine, "Batch", Recording)
+        self.engine.clone, self.steps = recorded, None
 
     def run(self, **options):
         self.steps = list(self.engine.generate(PROMPT, **options))
@@ -139,7 +135,7 @@ def test_the_same_steps_and_the_same_kv_at_any_depth(model, monkeypatch, how):
         watched = Watched(model, monkeypatch, terminal_ids=(), draft=depth).run(**options)
         assert watched.steps == plain.steps, depth
         check_kv(model, watched.states, plain.states)
-        assert watched.engine.governor.tried  # guesses were made
+        assert watched.engine.draft_length.tried  # guesses were made
     for kind in (Scripted, Wrong, Mixed):
         for depth in (1, 8):
             drafter = scripted(kind, texts, depth)
@@ -147,7 +143,7 @@ def test_the_same_steps_and_the_same_kv_at_any_depth(model, monkeypatch, how):
             assert watched.steps == plain.steps, (kind, depth)
             assert [state.length for state in watched.states] == [len(PROMPT) + 13] * 3
             check_kv(model, watched.states, plain.states)
-            right = sum(watched.engine.governor.accepted.values())
+            right = sum(watched.engine.draft_length.accepted.values())
             if kind is Scripted:
                 expected = {1: [[2, 2, 2]] * 6 + [[1, 1, 1]], 8: [[9, 9, 9], [4, 4, 4]]}
                 assert watched.forwards[1:] == expected[depth] and right == {1: 18, 8: 33}[depth]
@@ -188,7 +184,7 @@ def test_a_row_that_is_ahead_goes_on_and_the_steps_wait(model, monkeypatch):
     texts = texts_of(Watched(model, monkeypatch, terminal_ids=()).run(num_samples=3, max_tokens=13), 3)
 
     class FirstIsRight(Scripted):
-        def spoil(self, row, position):
+        def is_wrong(self, row, position):
             return row > 0
 
     drafter = scripted(FirstIsRight, texts)
@@ -211,14 +207,13 @@ def test_rows_that_say_the_same_stay_together(load, monkeypatch):
             return [("MTP", most) if most else (None, 0), *[(None, 0)] * (len(offers) - 1)]
 
     watched = Watched(model, monkeypatch, terminal_ids=(), draft="auto")
-    watched.engine.governor = FirstAlone()
+    watched.engine.draft_length = FirstAlone()
     list(watched.engine.generate(TINY["prompt_ids"], num_samples=4, max_tokens=30, temperature=0))
     assert len(watched.forwards) < 25 and all(len(set(tokens)) == 1 for tokens in watched.forwards)
-    drafter = Drafter(model, make_kv_cache(model.config, 9), DraftLength())
     choices, offers = [("MTP", 3), (None, 0), ("MTP", 1)], [{"MTP": 4}] * 3
-    wanted = [([7, 1, 2], 9, 1), ([7, 1, 2], 9, 1), ([8, 1, 2], 9, 1)]
-    assert drafter.together(choices, offers, wanted, 7) == [("MTP", 3), ("MTP", 3), ("MTP", 1)]
-    assert drafter.together(choices, offers, wanted, 6) == choices  # no room for that
+    sequences = [Sequence([first, 1, 2], make_kv_cache(model.config, 9), Sampler(), 9) for first in (7, 7, 8)]
+    assert align_choices(sequences, choices, offers, 7) == [("MTP", 3), ("MTP", 3), ("MTP", 1)]
+    assert align_choices(sequences, choices, offers, 6) == choices  # no room for that
 
 
 def test_the_trained_head_drafts_for_several_rows(load, monkeypatch):
@@ -227,11 +222,11 @@ def test_the_trained_head_drafts_for_several_rows(load, monkeypatch):
     engine_of_all = Engine(model, terminal_ids=(), draft=3)
     sequences, _ = engine_of_all.generate_batch(prompt, 4, max_tokens=40, temperature=0)
     assert sequences == [expected[: len(prompt) + 40]] * 4
-    forwards = engine_of_all.governor.depths.total() / 4
+    forwards = engine_of_all.draft_length.depths.total() / 4
     assert 39 / forwards > 1.5
-    first, second = engine_of_all.governor.lines()
-    assert "of a sequence, 4.0 of them in each, " in first and "16 rows" in second
-    again, _ = engine_of_all.generate_batch(prompt, 2, max_tokens=20, seed=5)  # its governor goes on
+    first, second = engine_of_all.draft_length.summary_lines()
+    assert "(mean batch of 4.0 sequences)" in first and "16 rows" in second
+    again, _ = engine_of_all.generate_batch(prompt, 2, max_tokens=20, seed=5)  # its draft length goes on
     assert again == Engine(model, terminal_ids=()).generate_batch(prompt, 2, max_tokens=20, seed=5)[0]
 
 
@@ -328,17 +323,17 @@ def test_heads_of_several_rows_guess_as_each_alone(load):
     text, rows = TINY["full_ids"], []
     for length in (20, 33, 47):
         kv = make_kv_cache(model.config, 100)
-        drafter = Drafter(model, kv, DraftLength("3"))
-        step(model, [(text[: length - 5], kv)], on_hidden=drafter.follow)
-        step(model, [(text[length - 5 : length], kv)], on_hidden=drafter.follow)
-        rows.append((drafter.rows[0].mtp, text[: length + 1], 1 + length % 5))
+        proposers, batch = Proposers(model, kv), Batch(model, Drafter(model, DraftLength("3")))
+        batch.prefill(Prefill(text[: length - 5], kv, proposers))
+        batch.prefill(Prefill(text[:length], kv, proposers))
+        rows.append((proposers.mtp, text[: length + 1], 1 + length % 5))
     alone = []
     for source, ids, depth in rows:
-        alone += mtp_guesses(model, [(source.clone(source.kv.clone()), ids, depth)])
+        alone += draft_by_mtp(model, [(source.clone(source.kv.clone()), ids, depth)])
     assert [len(guesses) for guesses in alone] == [1, 4, 3]
     asked, plain = [], model.experts.request
     model.experts.request = lambda layer, *more: asked.append(layer) or plain(layer, *more)
-    assert mtp_guesses(model, rows) == alone
+    assert draft_by_mtp(model, rows) == alone
     assert asked == [model.config.num_layers] * 4  # once for all rows
     for source, _, _ in rows:
         assert source.kv.mtp_base + source.kv.mtp_length == source.kv.length == source.first
@@ -346,16 +341,19 @@ def test_heads_of_several_rows_guess_as_each_alone(load):
 
 def test_a_clone_drafts_as_the_source_it_came_from(model):
     kv = make_kv_cache(model.config, 40)
-    drafter = Drafter(model, kv, DraftLength("4"))
-    step(model, [(PROMPT, kv)], on_hidden=drafter.follow)
-    cache = BatchKvCache([kv]).clone(2, 40)
-    both = drafter.clone(cache, PROMPT)
-    ids = [*PROMPT, 7]
-    assert both.propose_rows([(ids, 4, 1), ([*PROMPT, 9], 2, 1)])[0] == drafter.propose(ids, 4)
-    assert both.rows[0].ngrams.places is not both.rows[1].ngrams.places
-    both.keep([1])
-    assert [row.kv for row in both.rows] == [cache.states[1]]
-    assert isinstance(both.rows[0].mtp, MtpProposer) and both.rows[0].mtp.kv is cache.states[1]
+    drafter, proposers = Drafter(model, DraftLength("4")), Proposers(model, kv)
+    Batch(model, drafter).prefill(Prefill(PROMPT, kv, proposers))
+    proposers.ngrams.index(PROMPT)
+    states = [kv.clone(), kv.clone()]
+    both = [proposers.clone(state) for state in states]
+
+    def sequence(last, kv, proposers, most):
+        return Sequence([*PROMPT, last], kv, Sampler(), most + 1, proposers=proposers)
+
+    rows = [sequence(7, states[0], both[0], 4), sequence(9, states[1], both[1], 2)]
+    assert drafter.propose(rows)[0] == drafter.propose([sequence(7, kv, proposers, 4)])[0]
+    assert both[0].ngrams.places is not both[1].ngrams.places
+    assert isinstance(both[1].mtp, MtpProposer) and both[1].mtp.kv is states[1]
 
 
 @pytest.mark.parametrize("chunk", [4, 1024])
@@ -364,20 +362,22 @@ def test_logits_of_the_last_tokens_alone(load, chunk):
     a, b = (make_kv_cache(model.config, 30) for _ in range(2))
     others = [state.clone() for state in (a, b)]
     whole = step_all(model, [(PROMPT, a), (PROMPT[:5], b)])
-    some = step_last(model, [(PROMPT, others[0]), (PROMPT[:5], others[1])], [6, 2])
+    rows = [(PROMPT[:-5], PROMPT[-5:], others[0]), (PROMPT[:4], PROMPT[4:5], others[1])]
+    sequences = [Sequence(ids, kv, Sampler(), 20) for ids, _, kv in rows]
+    some = torch.cat(Batch(model).forward(sequences, [drafts for _, drafts, _ in rows]))
     n = len(PROMPT)
     assert torch.equal(some, torch.cat([whole[n - 6 : n], whole[n + 3 :]]))
 
 
 def test_bad_drafts_are_said(model):
     for draft in ("some", -1, 1.5):
-        with pytest.raises(ValueError, match=f"draft={draft}: expected auto or a number of guesses"):
+        with pytest.raises(ValueError, match=f"draft={draft}: expected auto or a number of draft tokens"):
             Engine(model, draft=draft)
-    assert Engine(model, draft=None).governor.most == 0
+    assert Engine(model, draft=None).draft_length.most == 0
 
     class ByHeads:
         config = type("Config", (), {"sequence_len": 8})
 
-    assert isinstance(Engine(ByHeads(), terminal_ids=()).rows, HeadRows)
+    assert Engine(ByHeads(), terminal_ids=()).by_heads
     with pytest.raises(ValueError, match="a model that keeps keys and values by heads cannot draft"):
         Engine(ByHeads(), terminal_ids=(), draft="auto")

@@ -9,8 +9,8 @@ from generate.sampler import Sampler, uniform
 
 
 def test_greedy_takes_the_lowest_id_of_equals():
-    assert Sampler(0.0).draw(torch.tensor([1.0, 3.0, 3.0, 2.0]), 5) == 1
-    assert Sampler(-1.0).draw(torch.tensor([0.0, 0.0]), 5) == 0
+    assert Sampler(0.0).sample(torch.tensor([1.0, 3.0, 3.0, 2.0]), 5) == 1
+    assert Sampler(-1.0).sample(torch.tensor([0.0, 0.0]), 5) == 0
 
 
 def test_uniform_is_a_function_of_seed_row_and_position():
@@ -24,7 +24,7 @@ def test_draws_follow_the_distribution():
     """20,000 positions: each share is within five standard deviations of its probability."""
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0])
     sampler, n = Sampler(temperature=0.8, nucleus=1.0, seed=3), 20_000
-    counts = torch.bincount(torch.tensor([sampler.draw(logits, i) for i in range(n)]), minlength=4)
+    counts = torch.bincount(torch.tensor([sampler.sample(logits, i) for i in range(n)]), minlength=4)
     p = (logits.double() / 0.8).softmax(0)
     for count, expected in zip(counts.tolist(), p.tolist(), strict=True):
         assert abs(count / n - expected) < 5 * math.sqrt(expected * (1 - expected) / n)
@@ -37,7 +37,7 @@ def test_the_nucleus_is_the_shortest_prefix_that_reaches_its_mass(nucleus, kept)
     logits = torch.tensor([0.15, 0.5, 0.05, 0.3], dtype=torch.float64).log()
     p = Sampler(1.0, nucleus).probabilities(logits)
     assert p.nonzero()[:, 0].tolist() == list(kept)
-    assert {Sampler(1.0, nucleus, seed=1).draw(logits, i) for i in range(300)} == set(kept)
+    assert {Sampler(1.0, nucleus, seed=1).sample(logits, i) for i in range(300)} == set(kept)
 
 
 def test_nucleus_ties_go_to_the_lowest_id():
@@ -45,7 +45,7 @@ def test_nucleus_ties_go_to_the_lowest_id():
 
 
 def test_a_tiny_temperature_is_nearly_greedy_and_never_nan():
-    assert Sampler(1e-9, 0.9, seed=1).draw(torch.tensor([1.0, 1.1, 0.0]), 3) == 1
+    assert Sampler(1e-9, 0.9, seed=1).sample(torch.tensor([1.0, 1.1, 0.0]), 3) == 1
 
 
 @pytest.mark.parametrize("spread", [0.0, 0.5, 3.0, 20.0])

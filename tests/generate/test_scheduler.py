@@ -8,14 +8,17 @@ import torch
 from errors import Refused
 from experts.route_observer import ForwardRoutes
 from forward.kv_cache import make_kv_cache
-from forward.step import step_all, step_hidden
+from forward.step import step_all
+from generate.batch import Batch
 from generate.draft import Drafter
 from generate.draft_length import DraftLength
 from generate.engine import Engine
-from generate.kv_slots import KvSlot, choose
-from generate.sampler import token_logprobs
+from generate.kv_slots import KvSlot, choose_kv_slots
+from generate.proposers import Proposers
+from generate.sampler import Sampler, token_logprobs
 from generate.scheduler import Finished, NewToken, Prefilled, Request, Started
 from generate.score import ScoreRequest, score_requests
+from generate.sequence import Prefill, Sequence
 from load.model import load_model, open_snapshot
 from settings import EMBEDDED_SNAPSHOT, Settings
 from tests.conftest import FIXTURES, read_json
@@ -43,7 +46,7 @@ def test_the_same_text_alone_and_among_others(serve, expected, draft, slots):
         assert heard[request].ids() == ids and heard[request].reason() == "length"
     again = [ask(scheduler, request) for request in reversed(expected)]
     assert [h.ids() for h in again] == list(reversed(expected.values()))
-    numbers = scheduler.numbers()
+    numbers = scheduler.statistics()
     assert numbers["tokens"] == 2 * sum(map(len, expected.values())) and numbers["slots_free"] == slots
     assert (numbers["proposed"] > 0) == (draft != "0") and numbers["rows_length"] == 18
 
@@ -63,8 +66,8 @@ def test_who_comes_and_goes_changes_nothing(serve, expected):
         if isinstance(event, NewToken):
             if len(heard) < len(requests):
                 submit(requests[len(heard)])
-            if requests.index(event.job.request) % 3 == 1 and len(heard[event.job.request].of(NewToken)) == 3:
-                event.job.cancel()
+            if requests.index(event.active.request) % 3 == 1 and len(heard[event.active.request].of(NewToken)) == 3:
+                event.active.cancel()
 
     def submit(request):
         heard[request] = EventRecorder(then=arrive)
@@ -79,7 +82,7 @@ def test_who_comes_and_goes_changes_nothing(serve, expected):
         ids = heard[request].ids()
         assert ids == expected[request][:3] if is_cancelled else expected[request]
         assert heard[request].reason() == ("cancelled" if is_cancelled else "length")
-    assert scheduler.numbers()["rows_cancelled"] == 3
+    assert scheduler.statistics()["rows_cancelled"] == 3
 
 
 def test_stop_ids_are_not_told(serve, expected):
@@ -89,7 +92,7 @@ def test_stop_ids_are_not_told(serve, expected):
         heard = ask(scheduler, Request(request.prompt_ids, 12, request.temperature, request.nucleus, request.top_k,
                                        request.seed, stop_ids=frozenset({stop, VOCAB - 1})))  # fmt: skip
         assert heard.ids() == ids[: ids.index(stop)] and heard.reason() == "stop"
-        assert heard.job.stop_ids == {0: stop}
+        assert heard.active.stop_ids == {0: stop}
 
 
 @pytest.mark.parametrize("most", [0, 1, 2])
@@ -109,9 +112,9 @@ def test_samples_are_those_of_the_engine_for_rows(serve, draft):
     for row in range(4):
         assert heard.ids(row) == rows[row][len(PROMPT) :]
     assert len(heard.of(Started)) == len(heard.of(Prefilled)) == 1 and len(other.ids()) == 9
-    assert scheduler.numbers()["prompt_rows"] <= len(PROMPT) + 5  # read in once
+    assert scheduler.statistics()["prompt_rows"] <= len(PROMPT) + 5  # read in once
 
-    heard = ask(scheduler, request, 4, lambda e: e.job.cancel(1) if isinstance(e, NewToken) else None)
+    heard = ask(scheduler, request, 4, lambda e: e.active.cancel(1) if isinstance(e, NewToken) else None)
     assert [heard.ids(row) == rows[row][len(PROMPT) :] for row in range(4)] == [True, False, True, True]
     assert heard.reason(1) == "cancelled" and len(heard.ids(1)) <= 1
 
@@ -119,10 +122,10 @@ def test_samples_are_those_of_the_engine_for_rows(serve, draft):
 def test_a_row_that_is_cancelled_before_the_prompt_is_read_in(serve):
     scheduler = serve(3)
     rows, _ = Engine(scheduler.model, terminal_ids=()).generate_batch(PROMPT, 3, max_tokens=6, temperature=1.3, seed=7)
-    first = lambda e: e.job.cancel(0) if isinstance(e, Started) else None  # noqa: E731
+    first = lambda e: e.active.cancel(0) if isinstance(e, Started) else None  # noqa: E731
     heard = ask(scheduler, Request(PROMPT, 6, 1.3, seed=7, num_samples=3), 3, first)
     assert [heard.ids(row) for row in range(3)] == [[], *(ids[len(PROMPT) :] for ids in rows[1:])]
-    assert heard.reason(0) == "cancelled" and scheduler.numbers()["slots_free"] == 3
+    assert heard.reason(0) == "cancelled" and scheduler.statistics()["slots_free"] == 3
 
 
 # --- steps ------------------------------------------------------------------------------------------------------------
@@ -131,20 +134,20 @@ def test_a_row_that_is_cancelled_before_the_prompt_is_read_in(serve):
 def test_a_short_prompt_does_not_wait_for_a_long_one(serve):
     """Nor do answers under way: each step gives a token of each, also that in which the short prompt is read in."""
     scheduler, forwards, rows = serve(3, DRAFT="0"), {}, []
-    scheduler.batch.shared_rows = 32
+    scheduler.chunked_prefill.shared_rows = 32
     counters, waited, read = scheduler.batch.counters, [], []
     long = Request(tuple(range(300)), 4)
 
     def count(event):
         if isinstance(event, NewToken):
-            forwards.setdefault(event.job.request, []).append(counters.forwards)
-            if event.job.request is short:
+            forwards.setdefault(event.active.request, []).append(counters.forwards)
+            if event.active.request is short:
                 rows.append(read[-1] - read[-2])
-            if event.job.request is talking:
+            if event.active.request is talking:
                 read.append(counters.prompt_rows)
-            if event.job.request is talking and len(forwards[talking]) == 2:
+            if event.active.request is talking and len(forwards[talking]) == 2:
                 scheduler.submit(long, heard)
-            if event.job.request is talking and len(forwards[talking]) == 6:
+            if event.active.request is talking and len(forwards[talking]) == 6:
                 waited.append(counters.forwards)
                 scheduler.submit(short, heard)
 
@@ -163,8 +166,8 @@ def test_the_oldest_prompt_gets_on_whatever_shorter_ones_come(serve):
 
     def more(event):
         if isinstance(event, Prefilled):
-            seen.append(event.job.request)
-            if event.job.request is not long and long not in seen and len(seen) < 100:
+            seen.append(event.active.request)
+            if event.active.request is not long and long not in seen and len(seen) < 100:
                 for i in range(2):
                     scheduler.submit(Request(PROMPT[i : i + 6], 1), then)
 
@@ -191,7 +194,7 @@ def test_an_expert_of_several_requests_is_asked_for_once(serve):
     others = [ask(scheduler, Request(tuple(TINY["full_ids"][i : i + 5]), 8)) for i in range(5)]
     assert all(len(h.ids()) == 8 for h in [block, *others])
     layers = list(scheduler.config.sparse_layers)
-    forwards = scheduler.numbers()["forwards"]
+    forwards = scheduler.statistics()["forwards"]
     assert [layer for layer, _ in asked] == layers * forwards and forwards <= 10
     assert max(rows for _, rows in asked) >= 25  # the prompts together
 
@@ -202,23 +205,18 @@ def test_the_head_follows_prompts_in_pieces(load):
     text, states = TINY["full_ids"], []
     for pieces in [[60], [10, 30, 3, 17], [3, 5, 20, 32], [1] * 20 + [40]]:
         kv = make_kv_cache(model.config, 80)
-        drafter, at = Drafter(model, kv, DraftLength("3")), 0
+        batch, proposers = Batch(model, Drafter(model, DraftLength("3"))), Proposers(model, kv)
+        prompt = Prefill(text[:61], kv, proposers)
         for count in pieces:
-            drafter.routes = ForwardRoutes() if count % 2 else None
-            step_with(model, drafter, text[at : at + count], kv)
-            drafter.given_up()
-            at += count
-        drafter.propose(text[:61], 3)
+            batch.drafter.routes = ForwardRoutes() if count % 2 else None
+            [logits] = batch.forward([], None, [(prompt, count)])
+            assert len(logits) == 0
+            batch.drafter.abandon()
+        batch.drafter.propose([Sequence(text[:61], kv, Sampler(), 4, proposers=proposers)])
         states.append(kv)
     for kv in states:
         assert (kv.mtp_base, kv.mtp_length) == (0, 60)
         assert torch.equal(kv.latents[:, :60], states[0].latents[:, :60])
-
-
-def step_with(model, drafter, ids, kv):
-    assert [
-        len(rows) for rows in step_hidden(model, [(ids, kv)], [0], on_hidden=drafter.follow, observer=drafter.routes)
-    ] == [0]
 
 
 def test_guesses_are_as_good_as_in_a_text_alone(serve):
@@ -230,7 +228,7 @@ def test_guesses_are_as_good_as_in_a_text_alone(serve):
     assert all(len(h.ids()) == 40 for h in heard)
     again = ask(scheduler, Request(tuple(TINY["prompt_ids"]), 40))
     assert again.ids() == text[n : n + 40]
-    numbers = scheduler.numbers()
+    numbers = scheduler.statistics()
     assert numbers["accepted"] > 0.3 * numbers["proposed"] > 0
     assert numbers["tokens"] / numbers["answer_rows"] > 0.3
 
@@ -239,8 +237,8 @@ def test_only_what_was_said_is_learned_from(serve):
     scheduler = serve(4, folder=EMBEDDED_SNAPSHOT, DRAFT="3", cap=0)
     heard = [ask(scheduler, Request(tuple(TINY["full_ids"][i : i + 30]), 30, 1.0, seed=i)) for i in range(4)]
     assert all(len(h.ids()) == 30 for h in heard)
-    assert scheduler.batch.draft.routes is None
-    last, numbers = scheduler.config.num_layers, scheduler.numbers()
+    assert scheduler.batch.drafter.routes is None
+    last, numbers = scheduler.config.num_layers, scheduler.statistics()
     uses = sum(total for (layer, _), total in scheduler.model.experts.use_counts().items() if layer < last)
     # Of each text all but the last token went through, each with 4 experts a layer, less what was forgotten.
     tokens, layers = 4 * 59, len(scheduler.config.sparse_layers)
@@ -356,8 +354,8 @@ def test_which_slots_are_taken(load):
     a, b, c = slots
 
     def chosen(*request, **more):
-        choice = choose(slots, *request, **more)
-        return choice and (choice.slots, choice.source, choice.length)
+        choice = choose_kv_slots(slots, *request, **more)
+        return choice and (choice.kv_slots, choice.source, choice.length)
 
     assert chosen([1, 2, 3, 4, 5, 6, 8], 1) == ([a], a, 6)
     assert chosen([7, 7, 7, 7], 1) == ([c], c, 3)  # one token is read for the logits
@@ -366,20 +364,20 @@ def test_which_slots_are_taken(load):
     assert chosen([1, 2, 3, 4, 5, 6, 8], 3) == ([a, b, c], a, 6)
     assert chosen([1, 2, 3, 4, 5, 6, 8], 4) is None
     assert chosen([7, 7, 7, 7, 1], 1, may_reuse=False) == ([a], None, 0)
-    a.job = "busy"
+    a.active = "busy"
     assert chosen([1, 2, 3, 4, 5, 6, 8], 2) == ([b, c], a, 6) and chosen([8], 3) is None
     b.conversation = "b"
     assert chosen([1, 2, 9, 5], 1) == ([c], b, 3)  # a copy, the conversation stays
     assert chosen([1, 2, 9, 5], 1, "b") == ([b], b, 3) and chosen([5, 5], 1, "b") == ([b], None, 0)
     assert chosen([5, 5], 1, "new") == ([c], None, 0)
-    b.job = "busy"
+    b.active = "busy"
     assert chosen([5, 5], 1, "b") is None  # never twice at once
 
 
 def test_one_conversation_is_never_answered_twice_at_once(serve):
     """The second waits for the first; others do not wait for it."""
     scheduler, order = serve(3, DRAFT="0"), []
-    note = lambda event: order.append(event.job.id) if isinstance(event, Started | Finished) else None  # noqa: E731
+    note = lambda event: order.append(event.active.id) if isinstance(event, Started | Finished) else None  # noqa: E731
     listeners = [EventRecorder(1, note) for _ in range(3)]
     block = EventRecorder(1, lambda e: time.sleep(0.2) if isinstance(e, Started) else None)
     scheduler.submit(Request(PROMPT[:2], 1), block)

@@ -43,7 +43,7 @@ def test_a_full_queue_says_when_to_come_again(serve):
     with pytest.raises(QueueFull, match="2 requests wait already") as full:
         ask(scheduler, Request(PROMPT, 3))
     assert full.value.retry_after >= 1
-    assert scheduler.numbers()["queue"] == 2 and scheduler.numbers()["slots_busy"] == 2
+    assert scheduler.statistics()["queue"] == 2 and scheduler.statistics()["slots_busy"] == 2
     go_on.set()
     assert [len(h.ids()) for h in waiting] == [3, 3]
     assert [h.ids() for h in [ask(scheduler, Request(PROMPT[:5], 3))]] == [waiting[0].ids()]
@@ -61,7 +61,7 @@ def test_without_a_queue_as_many_run_as_there_are_slots(serve):
 
 def test_first_in_first_out(serve):
     scheduler, order = serve(2), []
-    note = lambda event: order.append(event.job.id) if isinstance(event, Started) else None  # noqa: E731
+    note = lambda event: order.append(event.active.id) if isinstance(event, Started) else None  # noqa: E731
     rows = [1, 1, 2, 1, 2, 1]
     heard = [ask(scheduler, Request(PROMPT, 4, num_samples=n), n, note) for n in rows]
     for h in heard:
@@ -108,31 +108,28 @@ def test_the_largest_that_fits(serve, length, most):
 def test_cancel_while_a_prompt_is_read_in_stops_within_a_layer(serve, monkeypatch):
     """The slot can be used at once, answers beside it go on, and the next answer is that of a fresh start."""
     scheduler, heard = serve(2, DRAFT="3", PREFILL_CHUNK=100), EventRecorder()
-    layers, plain = [], scheduler.batch.watch
+    layers, plain = [], scheduler.batch.run_layers
 
-    def watch(parts):
-        look = plain(parts)
+    def cancel(layer, num_layers, rows):
+        layers.append((layer, rows))
+        if heard.of(Started) and layers.count((2, rows)) == 2 and rows > 20:
+            heard.of(Started)[0].active.cancel()
 
-        def cancel(layer, num_layers, rows):
-            layers.append((layer, rows))
-            if heard.of(Started) and layers.count((2, rows)) == 2 and rows > 20:
-                heard.of(Started)[0].job.cancel()
-            look()
+    def run_layers(items, tokens, lengths, num_logits, progress, should_stop):
+        return plain(items, tokens, lengths, num_logits, cancel, should_stop)
 
-        return cancel
-
-    monkeypatch.setattr(scheduler.batch, "watch", watch)
+    monkeypatch.setattr(scheduler.batch, "run_layers", run_layers)
     other = ask(scheduler, Request(PROMPT, 20, 1.0))
     long = Request(tuple(range(300)), 4)
     scheduler.submit(long, heard)
     assert heard.reason() == "cancelled" and not heard.of(NewToken) and not heard.of(Prefilled)
     big = [layer for layer, rows in layers if rows > 20]
     assert big[-1] == 2 and big.count(1) == big.count(2) == big.count(3) + 1  # not a layer more
-    monkeypatch.setattr(scheduler.batch, "watch", plain)
+    monkeypatch.setattr(scheduler.batch, "run_layers", plain)
     again = ask(scheduler, long)
     scheduler_ids, other_ids = again.ids(), other.ids()
     assert again.of(Started)[0].cached_tokens > 0  # what was read in stays
-    numbers = scheduler.numbers()
+    numbers = scheduler.statistics()
     assert numbers["rows_cancelled"] == 1 and numbers["rows_length"] == 2 and numbers["failed_forwards"] >= 1
     scheduler.close()
     assert scheduler_ids == alone(scheduler.model, long)
@@ -143,19 +140,19 @@ def test_cancel_while_a_prompt_is_read_in_stops_within_a_layer(serve, monkeypatc
 def test_cancel_in_the_queue_and_between_tokens(serve):
     scheduler = serve(1, DRAFT="3")
     first = EventRecorder(
-        1, lambda e: e.job.cancel() if isinstance(e, NewToken) and len(first.of(NewToken)) == 3 else None
+        1, lambda e: e.active.cancel() if isinstance(e, NewToken) and len(first.of(NewToken)) == 3 else None
     )
     scheduler.submit(Request(PROMPT, 500), first)
     waiting = ask(scheduler, Request(PROMPT, 5))
-    waiting.job.cancel()
+    waiting.active.cancel()
     assert waiting.reason() == "cancelled" and [type(e) for e in waiting.events] == [Finished]
     assert len(first.ids()) == 3 and first.reason() == "cancelled"
     next_one = Request((*PROMPT, *first.ids(), 5), 6)
     heard = ask(scheduler, next_one).wait()
     assert heard.of(Started)[0].cached_tokens >= len(PROMPT) + 2
     assert heard.ids() == alone(scheduler.model, next_one)
-    heard.job.cancel()  # too late, and no harm
-    assert scheduler.numbers()["rows_length"] == 1
+    heard.active.cancel()  # too late, and no harm
+    assert scheduler.statistics()["rows_length"] == 1
 
 
 def test_cancel_from_another_thread(serve):
@@ -164,7 +161,7 @@ def test_cancel_from_another_thread(serve):
     deadline = time.monotonic() + SECONDS
     while len(heard.of(NewToken)) < 5 and time.monotonic() < deadline:
         time.sleep(0.005)
-    heard.job.cancel()
+    heard.active.cancel()
     assert heard.reason() == "cancelled" and 5 <= len(heard.ids()) < 1500
 
 
@@ -238,7 +235,7 @@ def test_a_nan_ends_its_own_request_alone(serve, expected, tmp_path):
     assert [h.ids() for h in heard] == [expected[request] for request in requests[:6]]
     assert broken.reason(0) == broken.reason(1) == "error"
     assert "not finite at position" in broken.of(Finished)[0].error
-    assert scheduler.numbers()["rows_error"] == 2 and scheduler.numbers()["slots_free"] == 5
+    assert scheduler.statistics()["rows_error"] == 2 and scheduler.statistics()["slots_free"] == 5
     assert ask(scheduler, Request(PROMPT, 4)).ids() == alone(scheduler.model, Request(PROMPT, 4))
 
 
@@ -270,7 +267,7 @@ def test_read_errors(serve, expected):
 def test_a_fault_of_ours_ends_what_is_under_way_alone(serve, expected, monkeypatch):
     scheduler = serve(2)
     request = next(iter(expected))
-    monkeypatch.setattr(scheduler.batch, "share_out", lambda: 1 / 0)
+    monkeypatch.setattr(scheduler.chunked_prefill, "schedule", lambda *_: 1 / 0)
     heard = [ask(scheduler, request), ask(scheduler, Request(PROMPT, 3, num_samples=2), 2)]
     assert heard[0].reason() == heard[1].reason(1) == "error"
     assert heard[0].of(Finished)[0].error.startswith("ZeroDivisionError")

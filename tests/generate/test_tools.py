@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from generate.tools.calculator import DECLINED_WORDS, MAX_CHARACTERS, MAX_INTEGER, MAX_STEPS, calculate
-from generate.tools.row_state import RowState, Tool
+from generate.tools.tool_state import Tool, ToolState
 
 many = settings(max_examples=300, deadline=None, derandomize=True, database=None)
 
@@ -295,7 +295,7 @@ def ids_of(text):
 
 
 def make_row(*tools, prompt=(BOS, 65)):
-    return RowState(prompt, tools or (CALCULATOR,), Characters(), {STOP, BOS})
+    return ToolState(prompt, tools or (CALCULATOR,), Characters(), {STOP, BOS})
 
 
 def play(row, sampled):
@@ -320,14 +320,14 @@ def test_a_result_is_forced_token_by_token():
     assert ids == [OUT, *ids_of("42"), OUT_END, 90]
     assert masks == [0, 0, 0, 0, 1]
     assert not row.has_forced and not row.is_completed and row.open_tool is None
-    assert row.history == [BOS, 65, *block, *ids]
+    assert row.ids == [BOS, 65, *block, *ids]
 
 
 def test_the_prompt_is_copied_and_starts_nothing():
     prompt = [BOS, START, 49]
     row = make_row(prompt=prompt)
     row.next_token(66)
-    assert prompt == [BOS, START, 49] and row.history == [BOS, START, 49, 66]
+    assert prompt == [BOS, START, 49] and row.ids == [BOS, START, 49, 66]
     assert not row.is_completed and row.open_tool is None
 
 
@@ -417,7 +417,7 @@ def test_forced_ids_go_through_the_same_rules():
 def test_rows_in_different_states():
     """One forces, one is in a block, one is done; none sees another's queue, buffer or history."""
     prompt = [BOS]
-    forcing, writing, done = rows = [RowState(prompt, (CALCULATOR,), Characters(), {STOP}) for _ in range(3)]
+    forcing, writing, done = rows = [ToolState(prompt, (CALCULATOR,), Characters(), {STOP}) for _ in range(3)]
     sampled = (
         (START, 49, END, 90, 91, 92, 93),
         (66, START, 50, 51, 52, END, 94),
@@ -426,12 +426,12 @@ def test_rows_in_different_states():
     for column in zip(*sampled, strict=True):  # one step of all rows after the other
         for row, token in zip(rows, column, strict=True):
             row.next_token(token)
-    assert forcing.history == [BOS, START, 49, END, OUT, 49, OUT_END, 93] and not forcing.has_forced
-    assert writing.history == [BOS, 66, START, 50, 51, 52, END, OUT] and list(writing.forced) == [
+    assert forcing.ids == [BOS, START, 49, END, OUT, 49, OUT_END, 93] and not forcing.has_forced
+    assert writing.ids == [BOS, 66, START, 50, 51, 52, END, OUT] and list(writing.forced) == [
         *ids_of("234"),
         OUT_END,
     ]
-    assert done.history == [BOS, 67, 68, STOP, 69, 70, 71, 72] and prompt == [BOS]
+    assert done.ids == [BOS, 67, 68, STOP, 69, 70, 71, 72] and prompt == [BOS]
     assert [row.is_completed for row in rows] == [False, False, True]
 
 
@@ -448,7 +448,7 @@ def test_two_tools():
 
 
 def test_without_tools_every_id_is_ordinary():
-    row = RowState([1], terminal_ids=[STOP])
+    row = ToolState([1], terminal_ids=[STOP])
     assert play(row, [START, END, STOP]) == ([START, END, STOP], [1, 1, 1])
     assert row.is_completed and not row.has_forced
 
@@ -459,6 +459,6 @@ def test_tools_that_cannot_be_told_apart():
     closes_with_its_start = Tool(START, START, OUT, OUT_END, calculate)
     for tools in ([CALCULATOR, same_start], [CALCULATOR, start_is_an_end], [closes_with_its_start]):
         with pytest.raises(ValueError, match="a start id of its own"):
-            RowState([1], tools, Characters())
+            ToolState([1], tools, Characters())
     with pytest.raises(ValueError, match="tools need a tokenizer"):
-        RowState([1], [CALCULATOR])
+        ToolState([1], [CALCULATOR])

@@ -17,14 +17,16 @@ import torch
 import colibri
 from errors import Refused
 from forward.kv_cache import make_kv_cache
-from forward.step import step
+from generate.batch import Batch
 from generate.decode import spec_decode
 from generate.draft import Drafter
 from generate.draft_length import DraftLength
+from generate.proposers import Proposers
 from generate.sampler import Sampler
+from generate.sequence import Prefill
 from machine.exit import Terminated
 from modes import chat
-from modes.chat import Chat, PrefillStopped, StopKey
+from modes.chat import Chat, StopKey
 from modes.chat_history import ChatHistory
 from scripts import chat_cli
 from settings import EMBEDDED_SNAPSHOT, Settings
@@ -126,7 +128,8 @@ def test_the_head_remembers_the_turns_before(load):
     known = kv.mtp_length
     assert kv.mtp_base == 0 and known > len(ids)
     whole = make_kv_cache(model.config, 512)
-    step(model, [(dialogue.chat.ids[: known + 1], whole)], on_hidden=Drafter(model, whole, DraftLength("3")).follow)
+    prompt = Prefill(dialogue.chat.ids[: known + 1], whole, Proposers(model, whole))
+    Batch(model, Drafter(model, DraftLength("3"))).prefill(prompt)
     assert whole.mtp_length == known
     assert torch.equal(kv.latents[model.config.num_layers, :known], whole.latents[model.config.num_layers, :known])
     dialogue.history.clear()
@@ -161,8 +164,7 @@ def test_a_question_stopped_while_it_is_read_in_leaves_the_state_whole(load):
     ids = dialogue.history.add_question(
         "Tell me of the king, and of the house of the king, and of his brother, and of all."
     )
-    with pytest.raises(PrefillStopped):
-        dialogue.chat.generate_answer(ids, PressAfter(8), pytest.fail)  # in the second chunk
+    assert dialogue.chat.generate_answer(ids, PressAfter(8), pytest.fail) is None  # in the second chunk
     dialogue.history.drop_question()
     kv = dialogue.chat.kv
     assert 0 < kv.length < len(ids) and dialogue.chat.ids[: kv.length] == ids[: kv.length]

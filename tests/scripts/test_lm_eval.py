@@ -196,7 +196,7 @@ def test_no_more_is_generated_than_the_string_needs(evaluation, monkeypatch):
 
     def counting(self):
         close(self)
-        numbers.append(self.numbers()["tokens"])
+        numbers.append(self.statistics()["tokens"])
 
     e = evaluation()
     [whole] = e.generate([("In the beginning", EvaluationOptions(max_tokens=200))])

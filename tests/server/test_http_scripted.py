@@ -15,7 +15,7 @@ import pytest
 
 import server.transport.http_server
 from experts.cache import CacheCounters
-from generate.request import Job, NewToken, Prefilled, QueueFull, Started
+from generate.request import ActiveRequest, NewToken, Prefilled, QueueFull, Started
 from server.app import make_app
 from server.http_service import HttpService
 from server.transport.access_control import AccessControl
@@ -48,14 +48,14 @@ class FakeScheduler:
         self.thread = threading.Thread(target=self.run)
         self.thread.start()
 
-    def numbers(self):
+    def statistics(self):
         return {"slots": 4, "slots_free": 4, "slots_busy": 0, "queue": 0}
 
     def submit(self, request, listener):
-        is_full = self.limit is not None and sum(bool(job.left) for job in self.jobs) >= self.limit
+        is_full = self.limit is not None and sum(bool(job.unfinished) for job in self.jobs) >= self.limit
         if self.full is not None or is_full:
             raise QueueFull(3, self.full or 1.0)
-        job = Job(len(self.jobs), request, listener, lambda: None)
+        job = ActiveRequest(len(self.jobs), request, listener, lambda: None)
         self.jobs.append(job)
         self.work.put((job, self.script))
         return job
@@ -65,13 +65,13 @@ class FakeScheduler:
             self.play(*item)
 
     def play(self, job, script):
-        job.tell(Started(job, 0))
-        job.tell(Prefilled(job, None))
+        job.emit(Started(job, 0))
+        job.emit(Prefilled(job, None))
         for step in script:
-            if job.is_dropped or self.is_closed:
+            if job.is_cancelled or self.is_closed:
                 break
             if step in ("stop", "length", "error"):
-                for row in sorted(job.left):
+                for row in sorted(job.unfinished):
                     job.finish(row, step, "disk on fire" if step == "error" else None)
             elif isinstance(step, int | float):
                 time.sleep(step)
@@ -79,9 +79,9 @@ class FakeScheduler:
                 step(job)
             else:
                 for token in TOKENIZER.encode(step) if isinstance(step, str) else step:
-                    for row in sorted(job.left - job.cancelled):
-                        job.tell(NewToken(job, row, token, None, None))
-        for row in sorted(job.left):
+                    for row in sorted(job.unfinished - job.cancelled):
+                        job.emit(NewToken(job, row, token, None, None))
+        for row in sorted(job.unfinished):
             job.finish(row, "cancelled")
 
     def close(self):
@@ -360,7 +360,7 @@ def test_a_client_that_never_reads_is_dropped(scripted, monkeypatch):
             if job.cancelled:
                 stopped.set()
                 return
-            job.tell(NewToken(job, 0, 300, None, None))
+            job.emit(NewToken(job, 0, 300, None, None))
             time.sleep(0)
 
     scripted.scheduler.script = [flood, "stop"]

@@ -56,7 +56,7 @@ class FakeScheduler:
         self.answers, self.context, self.num_slots, self.ending = list(answers), context, num_slots, ending
         self.requests, self.jobs = [], []
 
-    def numbers(self):
+    def statistics(self):
         return {"slots": self.num_slots}
 
     def submit(self, request, listener):
@@ -510,7 +510,7 @@ def test_two_slots_do_not_mix(scheduler):
     a, b = frame("In the beginning", slot=0), frame("Enter the king", slot=1)
     mixed = texts(a + b + b"\x02MORE\n" + a + b"\x02MORE\n")
     assert mixed == [texts(a)[0], *texts(b + b"\x02MORE\n"), *texts(a + b"\x02MORE\n")]
-    assert scheduler.numbers()["cached_tokens"] > 0
+    assert scheduler.statistics()["cached_tokens"] > 0
 
 
 def test_a_chat_with_the_real_model(scheduler):

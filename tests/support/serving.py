@@ -43,7 +43,7 @@ class EventRecorder:
 
 def ask(scheduler, request, rows=1, then=None):
     recorder = EventRecorder(rows, then)
-    recorder.job = scheduler.submit(request, recorder)
+    recorder.active = scheduler.submit(request, recorder)
     return recorder
 
 

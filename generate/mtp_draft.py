@@ -1,0 +1,107 @@
+"""Draft tokens by the model's own multi-token-prediction layer. T token rows, D model width."""
+
+import torch
+from torch import Tensor
+
+from forward.chunk import Chunk, Segment
+from forward.kv_cache import KvCache
+from forward.model import Model
+from forward.mtp import mtp, mtp_logits
+
+
+class MtpProposer:
+    """The MTP layer on the KV cache of one sequence. A hidden row waits until the token that follows it is known."""
+
+    FEW = 16  # rows of a chunk that may wait; a longer prefill goes through the layer at once
+    MANY = 256  # rows that may wait, of all sequences together
+
+    def __init__(self, model: Model, kv: KvCache):
+        self.model, self.kv = model, kv
+        self.first = kv.length  # position of the first waiting row
+        self.hidden: Tensor | None = None  # [T, D] behind the final norm, the rows that wait
+        self.tokens: list[int] = []  # at their positions
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the row before the next token waits. It does not after a forward that failed."""
+        return self.hidden is not None and 0 < self.kv.length - self.first <= len(self.hidden)
+
+    def clone(self, kv: KvCache) -> "MtpProposer":
+        """The same on a clone of the KV cache."""
+        other = MtpProposer(self.model, kv)
+        other.first, other.hidden, other.tokens = self.first, self.hidden, self.tokens
+        return other
+
+    def observe(self, chunk: Chunk, segment: Segment, hidden: Tensor, is_verifying: bool = False) -> None:
+        """Keep the rows of our segment of a chunk, hidden [T, D] behind the final norm. Those of a prefill go through
+        the layer at once, except the last; not in a forward that verifies draft tokens, whose experts are counted."""
+        tokens = chunk.ids[segment.rows].tolist()
+        num_waiting = segment.first_position - self.first
+        if self.hidden is not None and 0 <= num_waiting <= len(self.hidden):
+            self.hidden = torch.cat([self.hidden[:num_waiting], hidden])
+            self.tokens = self.tokens[:num_waiting] + tokens
+        else:
+            self.first, self.hidden, self.tokens = segment.first_position, hidden, tokens
+        if self.first != self.kv.mtp_base + self.kv.mtp_length:
+            self.kv.mtp_base, self.kv.mtp_length = self.first, 0  # the slots before are not known: begin anew
+        if len(hidden) > self.FEW and not is_verifying:
+            self.advance()
+
+    def advance(self) -> None:
+        """Run the rows that wait through the layer; not the last, whose next token is not known yet."""
+        assert self.hidden is not None
+        mtp(self.model, [(self.tokens[1:], self.kv)], self.hidden[:-1])
+        self.drop(len(self.hidden) - 1)
+
+    def pop_waiting(self, ids: list[int]) -> tuple[list[int], Tensor]:
+        """-> (tokens that follow the rows that wait, these rows [T, D]); they wait no more."""
+        assert self.hidden is not None
+        rows = self.hidden[: self.kv.length - self.first]
+        tokens = ids[self.first + 1 : self.first + 1 + len(rows)]
+        self.drop(len(rows))
+        return tokens, rows
+
+    def drop(self, count: int) -> None:
+        """The first `count` rows wait no more."""
+        assert self.hidden is not None
+        self.first, self.hidden, self.tokens = self.first + count, self.hidden[count:], self.tokens[count:]
+
+    def resume(self, ids: list[int]) -> None:
+        """Continue with another text, of which the KV cache holds the first kv.length ids."""
+        if self.hidden is None or self.first > self.kv.length:
+            self.first, self.hidden, self.tokens = self.kv.length, None, []
+        elif self.first < self.kv.length:
+            catch_up(self.model, [(self, ids)])
+
+
+def draft_by_mtp(model: Model, wanted: list[tuple[MtpProposer, list[int], int]]) -> list[list[int]]:
+    """wanted [(proposer, ids: those of its KV cache and one more, depth), ...] -> draft tokens of each. Each is fed
+    back for the next one, those of all sequences together."""
+    s = catch_up(model, [(proposer, ids) for proposer, ids, _ in wanted])  # [sequences, D]
+    lengths = [proposer.kv.mtp_length for proposer, _, _ in wanted]
+    drafts: list[list[int]] = [[] for _ in wanted]
+    active = list(range(len(wanted)))
+    while True:
+        best = mtp_logits(model, s).argmax(-1).tolist()
+        for i, draft in zip(active, best, strict=True):
+            drafts[i].append(draft)
+        more = [at for at, i in enumerate(active) if len(drafts[i]) < wanted[i][2]]
+        if not more:
+            break
+        active = [active[at] for at in more]
+        s = mtp(model, [(drafts[i][-1:], wanted[i][0].kv) for i in active], s[more])
+    for (proposer, _, _), length in zip(wanted, lengths, strict=True):
+        proposer.kv.mtp_length = length  # slots of draft tokens are made anew once they are tokens
+    return drafts
+
+
+def catch_up(model: Model, wanted: list[tuple[MtpProposer, list[int]]]) -> Tensor:
+    """wanted [(proposer, ids) as of draft_by_mtp, ...], a row waits in each: all that wait go through the layer -> s
+    [proposers, D] of the last slot of each."""
+    batch, rows = [], []
+    for proposer, ids in wanted:
+        tokens, hidden = proposer.pop_waiting(ids)
+        batch.append((tokens, proposer.kv))
+        rows.append(hidden)
+    s = mtp(model, batch, torch.cat(rows))
+    return s[torch.tensor([len(tokens) for tokens, _ in batch]).cumsum(0) - 1]
