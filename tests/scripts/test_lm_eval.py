@@ -345,7 +345,7 @@ def test_local_completions_against_a_server_gives_the_same(evaluation, text_fold
     must be among them, as the tokenizers of GLM put it there (add_bos_token). Whole texts begin with another token of
     its own, <|endoftext|>: they are the same only without the prefix."""
     pytest.importorskip("uvicorn", reason="the HTTP server needs uvicorn")
-    from tests.support.server_process import LEGACY, QUICK, ServerProcess
+    from tests.support.server_process import COMPLETIONS, SINGLE_THREAD, ServerProcess
 
     tokenizer = Tokenizer.from_file(str(text_folder / "tokenizer.json"))
     special = [(token, tokenizer.token_to_id(token)) for token in ("[gMASK]", "<sop>")]
@@ -353,13 +353,13 @@ def test_local_completions_against_a_server_gives_the_same(evaluation, text_fold
     tokenizer.post_processor = processors.Sequence([tokenizer.post_processor, front])
     tokenizer.save(str(text_folder / "tokenizer.json"))
     tasks = ["colibri_choice", "colibri_write", *([] if prefix else ["colibri_read"])]
-    server = ServerProcess(CTX=512, PREFIX=prefix, **QUICK)
+    server = ServerProcess(CTX=512, PREFIX=prefix, **SINGLE_THREAD)
     try:
-        arguments = [server.url + LEGACY, str(text_folder), str(TASKS), str(prefix), *tasks]
+        arguments = [server.url + COMPLETIONS, str(text_folder), str(TASKS), str(prefix), *tasks]
         command = [sys.executable, "-c", LOCAL_COMPLETIONS, *arguments]
         process = subprocess.run(command, capture_output=True, text=True, timeout=240)
     finally:
-        server.end()
+        server.stop()
     assert process.returncode == 0, process.stderr
     found = json.loads(process.stdout.splitlines()[-1])
     e = evaluation(CTX=512, PREFIX=prefix)

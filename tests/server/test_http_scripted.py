@@ -1,6 +1,6 @@
-"""The HTTP server over a scripted engine: what happens between tokens, and when the engine fails.
+"""The HTTP server over a scripted scheduler: stop strings, parsers, failures, disconnects, timeouts.
 
-The server is the real one, in a thread; the scheduler is a stand-in that tells what a test has written down.
+The server runs in a thread; the scheduler emits the events that a test has written down.
 """
 
 import json
@@ -22,13 +22,13 @@ from server.transport.access_control import AccessControl
 from server.transport.http_server import HttpServer, open_socket
 from settings import EMBEDDED_SNAPSHOT, Settings
 from snapshot.config import read_config
-from tests.support.server_process import CHAT, LEGACY, Requests, wait_for
+from tests.support.server_process import CHAT, COMPLETIONS, HttpClient, wait_for
 from text.tokenizer import TextTokenizer
 
 CONFIG = read_config(EMBEDDED_SNAPSHOT)[0]
 TOKENIZER = TextTokenizer(EMBEDDED_SNAPSHOT, CONFIG)
 CONTEXT = 1000
-ASK = {"messages": [{"role": "user", "content": "x"}]}
+CHAT_BODY = {"messages": [{"role": "user", "content": "x"}]}
 TOOLS = [
     {
         "type": "function",
@@ -38,9 +38,9 @@ TOOLS = [
 
 
 class FakeScheduler:
-    """`script`: for every job the same steps, each a text whose tokens are told, a list of ids, a number of seconds, a
-    function that is called with the job, or the reason that ends its rows (stop, length, error). `full`: seconds after
-    which it is worth trying again; `limit`: jobs at once, or None."""
+    """`script`: the steps of every job, each a text or a list of ids to emit, a number of seconds to sleep, a function
+    to call with the job, or the reason that ends its sequences (stop, length, error). `full`: the queue is full for so
+    many seconds; `limit`: the most jobs at once."""
 
     def __init__(self):
         self.context, self.script, self.full, self.limit, self.jobs = CONTEXT, ["stop"], None, None, []
@@ -90,8 +90,8 @@ class FakeScheduler:
         self.thread.join()
 
 
-class Scripted(Requests):
-    """The server in a thread of this process."""
+class ScriptedServer(HttpClient):
+    """The server in a thread of this process, over a FakeScheduler."""
 
     def __init__(self):
         settings = Settings.read([], {"SERVE": "1", "TEMP": "0"})
@@ -108,29 +108,29 @@ class Scripted(Requests):
         self.thread = threading.Thread(target=self.server.run, args=([self.sock],))
         self.thread.start()
         assert started.wait(20)
-        self.post("/tokenize", {"prompt": "x"})  # the worker's thread is there
+        self.post("/tokenize", {"prompt": "x"})  # starts the worker's thread
 
-    def end(self):
+    def stop(self):
         self.server.should_exit = True
         self.thread.join()
         self.service.worker.shutdown()
         self.sock.close()
 
-    def play(self, *script, path=CHAT, **fields):
-        """The whole answer to a script, and what a stream of it adds up to -> the choice. Both are the same."""
+    def play_script(self, *script, path=CHAT, **fields):
+        """Return the choice of a script, after a check that its stream adds up to the same."""
         self.scheduler.script = script
-        body = ASK if path == CHAT else {"prompt": "x", "max_tokens": 90}
-        status, whole, _ = self.post(path, body | fields)
-        assert status == 200, whole
-        [choice] = whole["choices"]
-        chunks = self.stream(path, body | fields | {"stream_options": {"include_usage": True}})
-        assert chunks[-1]["usage"] == whole["usage"]
-        assert added_up(chunks[:-1]) == comparable(choice)
-        return choice | {"tokens": whole["usage"]["completion_tokens"]}
+        request = CHAT_BODY if path == CHAT else {"prompt": "x", "max_tokens": 90}
+        status, response, _ = self.post(path, request | fields)
+        assert status == 200, response
+        [choice] = response["choices"]
+        chunks = self.stream(path, request | fields | {"stream_options": {"include_usage": True}})
+        assert chunks[-1]["usage"] == response["usage"]
+        assert sum_chunks(chunks[:-1]) == summarize(choice)
+        return choice | {"tokens": response["usage"]["completion_tokens"]}
 
 
-def added_up(chunks):
-    """Chunks of one choice -> what they come to."""
+def sum_chunks(chunks):
+    """Return the text, calls and finish reason that the chunks of one choice add up to."""
     found = {"content": "", "reasoning_content": "", "calls": [], "finish_reason": None}
     for [choice] in (chunk["choices"] for chunk in chunks):
         delta = choice.get("delta", {})
@@ -145,7 +145,8 @@ def added_up(chunks):
     return found
 
 
-def comparable(choice):
+def summarize(choice):
+    """Return the same of a choice of a whole response."""
     message = choice.get("message", {"content": choice.get("text")})
     return {
         "content": message["content"] or "",
@@ -157,50 +158,50 @@ def comparable(choice):
 
 @pytest.fixture(scope="module")
 def scripted():
-    scripted = Scripted()
+    scripted = ScriptedServer()
     yield scripted
-    scripted.end()
+    scripted.stop()
 
 
-# --- texts ------------------------------------------------------------------------------------------------------------
+# --- text and tool calls ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", [CHAT, LEGACY])
-def test_a_stop_string_over_tokens(scripted, path):
-    """Field case: the count shows where it really stopped, and the text is the same streamed and not."""
-    choice = scripted.play("say E", "ND and more", "length", path=path, stop="END")
-    assert comparable(choice)["content"] == "say " and choice["finish_reason"] == "stop"
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_a_stop_string_that_spans_tokens(scripted, path):
+    """Field case: the token count shows where generation stopped, and the text is the same with and without stream."""
+    choice = scripted.play_script("say E", "ND and more", "length", path=path, stop="END")
+    assert summarize(choice)["content"] == "say " and choice["finish_reason"] == "stop"
     assert choice["tokens"] < len(TOKENIZER.encode("say E") + TOKENIZER.encode("ND and more"))
-    choice = scripted.play("say EN", "x", "stop", path=path, stop=["END"])
-    assert comparable(choice)["content"] == "say ENx" and choice["finish_reason"] == "stop"
+    choice = scripted.play_script("say EN", "x", "stop", path=path, stop=["END"])
+    assert summarize(choice)["content"] == "say ENx" and choice["finish_reason"] == "stop"
 
 
-def test_a_row_that_met_its_stop_string_is_cancelled(scripted):
-    scripted.play("END", 0.2, "length", stop="END")
+def test_a_stop_string_cancels_the_sequence(scripted):
+    scripted.play_script("END", 0.2, "length", stop="END")
     assert scripted.scheduler.jobs[-1].cancelled == {0}
 
 
-@pytest.mark.parametrize("path", [CHAT, LEGACY])
-def test_a_character_of_several_tokens_comes_whole(scripted, path):
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_a_character_of_several_tokens_is_sent_complete(scripted, path):
     ids = TOKENIZER.encode("😀")
     assert len(ids) > 1
-    choice = scripted.play(ids[:1], 0.1, ids[1:], "ok", "stop", path=path)
-    assert comparable(choice)["content"] == "😀ok"
-    chunks = scripted.stream(path, ASK if path == CHAT else {"prompt": "x"})
+    choice = scripted.play_script(ids[:1], 0.1, ids[1:], "ok", "stop", path=path)
+    assert summarize(choice)["content"] == "😀ok"
+    chunks = scripted.stream(path, CHAT_BODY if path == CHAT else {"prompt": "x"})
     texts = [c["choices"][0].get("text", c["choices"][0].get("delta", {}).get("content")) for c in chunks]
     assert next(text for text in texts if text) == "😀"
-    choice = scripted.play("a", ids[:-1], "length", path=path)
-    assert comparable(choice)["content"] == "a\ufffd" and choice["finish_reason"] == "length"
+    choice = scripted.play_script("a", ids[:-1], "length", path=path)
+    assert summarize(choice)["content"] == "a\ufffd" and choice["finish_reason"] == "length"
 
 
-def test_thoughts_come_apart_from_the_answer(scripted):
-    choice = scripted.play("abc</thi", "nk>def", "stop", enable_thinking=True)
+def test_reasoning_content_is_separated(scripted):
+    choice = scripted.play_script("abc</thi", "nk>def", "stop", enable_thinking=True)
     assert choice["message"] == {"role": "assistant", "content": "def", "refusal": None, "reasoning_content": "abc"}
-    choice = scripted.play("abc", "length", chat_template_kwargs={"enable_thinking": True})
-    assert comparable(choice)["reasoning_content"] == "abc" and choice["message"]["content"] == ""
-    choice = scripted.play("a <b </think> c", "stop")
+    choice = scripted.play_script("abc", "length", chat_template_kwargs={"enable_thinking": True})
+    assert summarize(choice)["reasoning_content"] == "abc" and choice["message"]["content"] == ""
+    choice = scripted.play_script("a <b </think> c", "stop")
     assert choice["message"] == {"role": "assistant", "content": "a <b </think> c", "refusal": None}
-    assert "reasoning_tokens" in scripted.post(CHAT, ASK)[1]["usage"]["completion_tokens_details"]
+    assert "reasoning_tokens" in scripted.post(CHAT, CHAT_BODY)[1]["usage"]["completion_tokens_details"]
 
 
 CALL = "<tool_call>weather<arg_key>city</arg_key><arg_value>Rome</arg_value></tool_call>"
@@ -209,62 +210,62 @@ HERMES = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</too
 
 @pytest.mark.parametrize("call", [CALL, HERMES])
 def test_tool_calls(scripted, call):
-    choice = scripted.play("I look.", call, call, "stop", tools=TOOLS)
-    assert comparable(choice) == {
+    choice = scripted.play_script("I look.", call, call, "stop", tools=TOOLS)
+    assert summarize(choice) == {
         "content": "I look.",
         "reasoning_content": "",
         "calls": [["weather", '{"city": "Rome"}']] * 2,
         "finish_reason": "tool_calls",
     }
-    choice = scripted.play(call, call, "stop", tools=TOOLS, parallel_tool_calls=False)
-    assert len(comparable(choice)["calls"]) == 1 and choice["finish_reason"] == "tool_calls"
+    choice = scripted.play_script(call, call, "stop", tools=TOOLS, parallel_tool_calls=False)
+    assert len(summarize(choice)["calls"]) == 1 and choice["finish_reason"] == "tool_calls"
     assert choice["message"]["content"] is None
-    choice = scripted.play(call, "stop", tools=TOOLS, tool_choice="none")
+    choice = scripted.play_script(call, "stop", tools=TOOLS, tool_choice="none")
     assert choice["message"]["content"] == call and choice["finish_reason"] == "stop"
 
 
-def test_a_call_that_ran_out_of_tokens_says_so(scripted):
-    choice = scripted.play(CALL[:-20], "length", tools=TOOLS)
-    assert choice["finish_reason"] == "length" and comparable(choice)["calls"] == [["weather", '{"city": "Rome']]
+def test_a_truncated_tool_call_has_finish_reason_length(scripted):
+    choice = scripted.play_script(CALL[:-20], "length", tools=TOOLS)
+    assert choice["finish_reason"] == "length" and summarize(choice)["calls"] == [["weather", '{"city": "Rome']]
 
 
-def test_a_required_call_is_begun_in_the_prompt(scripted):
-    choice = scripted.play(
+def test_a_required_tool_call_begins_in_the_prompt(scripted):
+    choice = scripted.play_script(
         "city</arg_key><arg_value>Rome</arg_value></tool_call>", "stop", tools=TOOLS, tool_choice="required"
     )
-    assert comparable(choice)["calls"] == [["weather", '{"city": "Rome"}']]
+    assert summarize(choice)["calls"] == [["weather", '{"city": "Rome"}']]
     assert TOKENIZER.decode(scripted.scheduler.jobs[-1].request.prompt_ids).endswith("<tool_call>weather<arg_key>")
 
 
-def test_what_the_engine_is_asked_for(scripted):
-    assert scripted.play("stop", top_p=0) and 0 < scripted.scheduler.jobs[-1].request.nucleus < 1e-6
-    scripted.play("stop", temperature=0.5, top_p=0.3, top_k=7, seed=-1, n=1, max_tokens=10**12)
+def test_the_request_to_the_engine(scripted):
+    assert scripted.play_script("stop", top_p=0) and 0 < scripted.scheduler.jobs[-1].request.nucleus < 1e-6
+    scripted.play_script("stop", temperature=0.5, top_p=0.3, top_k=7, seed=-1, n=1, max_tokens=10**12)
     request = scripted.scheduler.jobs[-1].request
     assert (request.temperature, request.nucleus, request.top_k, request.seed) == (0.5, 0.3, 7, 2**64 - 1)
     assert request.max_tokens == CONTEXT - len(request.prompt_ids) + 1
     assert request.stop_ids >= set(CONFIG.stop_ids) and len(CONFIG.stop_ids) == 3
-    scripted.play("stop", max_tokens=9, max_completion_tokens=5)
+    scripted.play_script("stop", max_tokens=9, max_completion_tokens=5)
     assert scripted.scheduler.jobs[-1].request.max_tokens == 5
 
 
 # --- failures ---------------------------------------------------------------------------------------------------------
 
 
-def test_an_engine_that_fails_is_a_500_and_the_server_lives_on(scripted):
+def test_an_engine_failure_is_status_500_and_the_server_goes_on(scripted):
     scripted.scheduler.script = ["some", "error"]
-    status, body, _ = scripted.post(CHAT, ASK)
+    status, body, _ = scripted.post(CHAT, CHAT_BODY)
     assert status == 500 and body["error"]["code"] == "engine_error" and "disk on fire" in body["error"]["message"]
-    *chunks, last = scripted.stream(CHAT, ASK)
-    assert last["error"]["type"] == "server_error" and added_up(chunks)["content"] == "some"
+    *chunks, last = scripted.stream(CHAT, CHAT_BODY)
+    assert last["error"]["type"] == "server_error" and sum_chunks(chunks)["content"] == "some"
     assert any("disk on fire" in line for line in scripted.lines)
-    assert comparable(scripted.play("fine", "stop"))["content"] == "fine"
+    assert summarize(scripted.play_script("fine", "stop"))["content"] == "fine"
 
 
-def test_a_full_queue_is_429_with_the_time_to_wait(scripted):
+def test_a_full_queue_is_status_429_with_retry_after(scripted):
     scripted.scheduler.full = 12.3
     try:
         for fields in ({}, {"stream": True}):
-            status, body, headers = scripted.post(CHAT, ASK | fields)
+            status, body, headers = scripted.post(CHAT, CHAT_BODY | fields)
             assert status == 429 and headers["Retry-After"] == "12" and body["error"]["code"] == "queue_full"
             assert body["error"]["type"] == "rate_limit_error"
     finally:
@@ -272,9 +273,9 @@ def test_a_full_queue_is_429_with_the_time_to_wait(scripted):
     assert "colibri_queue_full_total 2.0" in scripted.get("/metrics")[1]
 
 
-def test_signs_of_life_during_a_long_prefill(scripted):
+def test_comments_keep_a_stream_alive_during_a_long_prefill(scripted):
     scripted.scheduler.script = [0.5, "done", "stop"]
-    _, text, headers = scripted.post(CHAT, ASK | {"stream": True})
+    _, text, headers = scripted.post(CHAT, CHAT_BODY | {"stream": True})
     assert headers["Content-Type"] == "text/event-stream; charset=utf-8"
     comments = [line for line in text.split("\n\n") if line.startswith(":")]
     assert len(comments) >= 2 and comments[0] == ": reading the prompt"
@@ -282,7 +283,7 @@ def test_signs_of_life_during_a_long_prefill(scripted):
 
 
 @pytest.mark.parametrize("is_stream", [True, False])
-def test_whoever_goes_away_ends_the_job(scripted, is_stream):
+def test_a_client_disconnect_cancels_the_job(scripted, is_stream):
     def wait(job):
         for _ in range(100):
             if job.cancelled:
@@ -291,7 +292,7 @@ def test_whoever_goes_away_ends_the_job(scripted, is_stream):
 
     scripted.scheduler.script = ["some", wait, "stop"]
     jobs, before = scripted.scheduler.jobs, len(scripted.scheduler.jobs)
-    data = json.dumps(ASK | {"stream": is_stream}).encode()
+    data = json.dumps(CHAT_BODY | {"stream": is_stream}).encode()
     with scripted.connect() as connection:
         head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
         connection.sendall(head.encode() + data)
@@ -305,8 +306,8 @@ def test_whoever_goes_away_ends_the_job(scripted, is_stream):
         wait_for(lambda: any(" 499 " in line for line in scripted.lines))
 
 
-def test_prompts_that_find_the_queue_full_are_tried_again(scripted):
-    """Also when none of that request is under way any more: other requests held the queue."""
+def test_prompts_are_submitted_again_after_a_full_queue(scripted):
+    """Also when no job of the request is left: other requests filled the queue."""
 
     def close_queue(job):
         scripted.scheduler.full = 1.0
@@ -321,7 +322,7 @@ def test_prompts_that_find_the_queue_full_are_tried_again(scripted):
     opener = threading.Thread(target=open_queue)
     opener.start()
     try:
-        status, body, _ = scripted.post(LEGACY, {"prompt": ["a", "b", "c"], "max_tokens": 9})
+        status, body, _ = scripted.post(COMPLETIONS, {"prompt": ["a", "b", "c"], "max_tokens": 9})
     finally:
         opener.join()
         scripted.scheduler.full = scripted.scheduler.limit = None
@@ -329,15 +330,15 @@ def test_prompts_that_find_the_queue_full_are_tried_again(scripted):
 
 
 @contextmanager
-def patience(monkeypatch, **seconds):
+def timeouts(monkeypatch, **seconds):
     for name, value in seconds.items():
         monkeypatch.setattr(server.transport.http_server, name, value)
     yield
 
 
-def test_a_request_that_is_never_sent_ends_its_connection(scripted, monkeypatch):
-    """Also one whose bytes come one by one; a connection that is used is left alone."""
-    with patience(monkeypatch, HEADER_SECONDS=0.3), scripted.connect() as silent, scripted.connect() as slow:
+def test_an_incomplete_header_closes_the_connection(scripted, monkeypatch):
+    """Also one whose bytes arrive one by one; a connection with a request under way stays open."""
+    with timeouts(monkeypatch, HEADER_SECONDS=0.3), scripted.connect() as silent, scripted.connect() as slow:
         started = time.monotonic()
         try:
             while time.monotonic() - started < 5:
@@ -349,10 +350,10 @@ def test_a_request_that_is_never_sent_ends_its_connection(scripted, monkeypatch)
         with suppress(ConnectionResetError):
             assert silent.recv(1) == b""
     scripted.scheduler.script = [0.6, "slow", "stop"]
-    assert scripted.post(CHAT, ASK)[0] == 200
+    assert scripted.post(CHAT, CHAT_BODY)[0] == 200
 
 
-def test_a_client_that_never_reads_is_dropped(scripted, monkeypatch):
+def test_a_client_that_never_reads_is_disconnected(scripted, monkeypatch):
     stopped = threading.Event()
 
     def flood(job):
@@ -364,12 +365,12 @@ def test_a_client_that_never_reads_is_dropped(scripted, monkeypatch):
             time.sleep(0)
 
     scripted.scheduler.script = [flood, "stop"]
-    with patience(monkeypatch, UNREAD_SECONDS=0.3):
+    with timeouts(monkeypatch, UNREAD_SECONDS=0.3):
         connection = socket.socket()
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.connect(("127.0.0.1", scripted.port))
         with connection:
-            data = json.dumps(ASK | {"stream": True}).encode()
+            data = json.dumps(CHAT_BODY | {"stream": True}).encode()
             head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
             connection.sendall(head.encode() + data)
             assert stopped.wait(20)

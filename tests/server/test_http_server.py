@@ -1,4 +1,4 @@
-"""The HTTP server as a process on models/tiny: what is answered, what is refused, and what clients do to it."""
+"""The HTTP server as a process on models/tiny: responses, refused requests, access control."""
 
 import json
 from contextlib import closing
@@ -10,7 +10,7 @@ from modes.serve import KV_SHARE, open_server
 from server.transport.http_server import open_socket
 from settings import EMBEDDED_SNAPSHOT, Settings
 from snapshot.config import read_config
-from tests.support.server_process import CHAT, LEGACY, QUICK, ServerProcess, complete
+from tests.support.server_process import CHAT, COMPLETIONS, SINGLE_THREAD, ServerProcess, complete
 from text.prompt import PromptPrefix
 from text.tokenizer import TextTokenizer
 
@@ -18,14 +18,14 @@ CONFIG = read_config(EMBEDDED_SNAPSHOT)[0]
 TOKENIZER = TextTokenizer(EMBEDDED_SNAPSHOT, CONFIG)
 PREFIX = PromptPrefix(CONFIG, TOKENIZER, enabled=True)
 CONTEXT = 512
-ASK = [{"role": "user", "content": "Who art thou?"}]
+MESSAGES = [{"role": "user", "content": "Who art thou?"}]
 
 
 @pytest.fixture(scope="module")
 def server():
-    server = ServerProcess(CTX=CONTEXT, **QUICK)
+    server = ServerProcess(CTX=CONTEXT, **SINGLE_THREAD)
     yield server
-    assert server.end() == 0
+    assert server.stop() == 0
     assert not [line for line in server.lines if "Error" in line or "Traceback" in line]
 
 
@@ -44,7 +44,7 @@ def ids_of(text):
     return PREFIX.prepend(TOKENIZER.encode(text))
 
 
-# --- what is answered -------------------------------------------------------------------------------------------------
+# --- responses --------------------------------------------------------------------------------------------------------
 
 
 def test_models_and_health(server):
@@ -56,21 +56,21 @@ def test_models_and_health(server):
     assert server.get("/health")[1] == {"status": "ok", "model": "tiny", "slots": 4, "slots_free": 4, "queue": 0}
 
 
-def test_the_text_is_that_of_prompt_mode(server, run_colibri):
+def test_a_completion_equals_prompt_mode(server, run_colibri):
     process = run_colibri(PROMPT="In the beginning", NGEN=16, TEMP=0, CTX=CONTEXT)
     body = complete(server)
     assert body["choices"][0]["text"] == process.stdout.decode().removesuffix("\n")
     assert body["usage"]["prompt_tokens"] == len(ids_of("In the beginning"))
 
 
-def test_a_chat_with_the_openai_client(client):
-    answer = client.chat.completions.create(model="tiny", messages=ASK, max_tokens=12, temperature=0)
+def test_chat_completions_with_the_openai_client(client):
+    answer = client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=12, temperature=0)
     [choice] = answer.choices
     assert choice.message.role == "assistant" and choice.message.content and choice.finish_reason == "length"
     assert answer.usage.completion_tokens == 12 and answer.model == "tiny"
     stream = client.chat.completions.create(
         model="tiny",
-        messages=ASK,
+        messages=MESSAGES,
         max_completion_tokens=12,
         temperature=0,
         stream=True,
@@ -84,34 +84,36 @@ def test_a_chat_with_the_openai_client(client):
     assert client.models.list().data[0].id == "tiny"
 
 
-def test_several_answers_and_seeds(client):
-    def ask(**fields):
-        answer = client.chat.completions.create(model="tiny", messages=ASK, max_tokens=12, temperature=1.5, **fields)
+def test_n_choices_and_seeds(client):
+    def sample(**fields):
+        answer = client.chat.completions.create(
+            model="tiny", messages=MESSAGES, max_tokens=12, temperature=1.5, **fields
+        )
         return [choice.message.content for choice in answer.choices]
 
-    three = ask(n=3, seed=7)
-    assert three == ask(n=3, seed=7) and len(set(three)) == 3
-    assert ask(seed=7) == three[:1] != ask(seed=8)
-    assert ask() != ask()  # without a seed each request has its own
+    three = sample(n=3, seed=7)
+    assert three == sample(n=3, seed=7) and len(set(three)) == 3
+    assert sample(seed=7) == three[:1] != sample(seed=8)
+    assert sample() != sample()  # without a seed each request has its own
 
 
 def test_log_probabilities_of_a_chat(client):
     answer = client.chat.completions.create(
-        model="tiny", messages=ASK, max_tokens=5, temperature=0, logprobs=True, top_logprobs=3
+        model="tiny", messages=MESSAGES, max_tokens=5, temperature=0, logprobs=True, top_logprobs=3
     )
     entries = answer.choices[0].logprobs.content
     assert "".join(entry.token for entry in entries) == answer.choices[0].message.content
     for entry in entries:
         assert bytes(entry.bytes).decode() == entry.token and len(entry.top_logprobs) == 3
         assert entry.logprob == entry.top_logprobs[0].logprob == max(top.logprob for top in entry.top_logprobs) < 0
-    pieces = client.chat.completions.create(
-        model="tiny", messages=ASK, max_tokens=5, temperature=0, logprobs=True, top_logprobs=3, stream=True
+    chunks = client.chat.completions.create(
+        model="tiny", messages=MESSAGES, max_tokens=5, temperature=0, logprobs=True, top_logprobs=3, stream=True
     )
-    streamed = [e for chunk in pieces if (found := chunk.choices[0].logprobs) for e in found.content]
+    streamed = [e for chunk in chunks if (found := chunk.choices[0].logprobs) for e in found.content]
     assert streamed == entries
 
 
-def test_completions_of_texts_ids_and_lists(client):
+def test_completions_of_texts_token_ids_and_lists(client):
     text = "In the beginning"
 
     def create(prompt, **fields):
@@ -130,7 +132,7 @@ def test_completions_of_texts_ids_and_lists(client):
 
 
 def test_more_prompts_than_the_queue_holds(server):
-    """Those of one request wait for each other."""
+    """Prompts of one request wait for each other."""
     body = complete(server, ["The LORD"] * 100, max_tokens=1)
     assert len(body["choices"]) == 100 and len({choice["text"] for choice in body["choices"]}) == 1
 
@@ -144,14 +146,14 @@ def test_a_stop_string(server):
     assert body["usage"]["completion_tokens"] < 16
     assert "".join(choice["logprobs"]["tokens"]).startswith(choice["text"])
     chunks = server.stream(
-        LEGACY, {"prompt": "In the beginning", "temperature": 0, "max_tokens": 16, "stop": [stop, "never"]}
+        COMPLETIONS, {"prompt": "In the beginning", "temperature": 0, "max_tokens": 16, "stop": [stop, "never"]}
     )
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == choice["text"]
     assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
 
 
 def test_echo_with_log_probabilities(server, run_colibri, tmp_path):
-    """Field case: the prompt's tokens and the answer's, the first null; their sums are those of SCORE."""
+    """Field case: entries of the prompt and of the answer, the first null; their sums equal those of SCORE."""
     context, continuation = ids_of("In the beginning God"), TOKENIZER.encode(" created the heaven")
     body = complete(server, context + continuation, max_tokens=1, echo=True, logprobs=2)
     [choice] = body["choices"]
@@ -179,67 +181,67 @@ def test_echo_with_log_probabilities(server, run_colibri, tmp_path):
     assert body["usage"]["completion_tokens"] == 0 and body["choices"][0]["finish_reason"] == "length"
 
 
-def test_an_echoed_text_is_the_one_that_was_sent(server):
-    """The prefix that the family wants has entries, and no place in the text."""
+def test_echo_returns_the_prompt_as_it_was_sent(server):
+    """The family's prefix has log-probabilities, and no place in the text."""
     [choice] = complete(server, "In the beginning", max_tokens=2, echo=True, logprobs=1)["choices"]
     assert choice["text"].startswith("In the beginning")
     assert choice["logprobs"]["tokens"][:3] == ["[gMASK]", "<sop>", "In"]
     assert choice["logprobs"]["text_offset"][:4] == [0, 0, 0, 2]
     chunks = server.stream(
-        LEGACY, {"prompt": "In the beginning", "max_tokens": 2, "temperature": 0, "echo": True, "logprobs": 1}
+        COMPLETIONS, {"prompt": "In the beginning", "max_tokens": 2, "temperature": 0, "echo": True, "logprobs": 1}
     )
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == choice["text"]
     offsets = [at for chunk in chunks for at in (chunk["choices"][0]["logprobs"] or {}).get("text_offset", [])]
     assert offsets == choice["logprobs"]["text_offset"]
 
 
-def test_a_second_turn_reads_little(server):
-    """Two conversations by turns give what each gives alone, and their beginnings are remembered."""
-    talks = {name: [{"role": "user", "content": f"I am {name}. Who art thou?"}] for name in ("Ruth", "Job")}
+def test_a_second_turn_is_found_in_the_prefix_cache(server):
+    """Two conversations by turns give what each gives alone, and most of their prompts is cached."""
+    chats = {name: [{"role": "user", "content": f"I am {name}. Who art thou?"}] for name in ("Ruth", "Job")}
     fields = {"max_tokens": 8, "temperature": 0}
     for turn in range(2):
-        for talk in talks.values():
-            _, body, _ = server.post(CHAT, {"messages": talk} | fields)
-            talk += [body["choices"][0]["message"], {"role": "user", "content": "And then?"}]
+        for messages in chats.values():
+            _, body, _ = server.post(CHAT, {"messages": messages} | fields)
+            messages += [body["choices"][0]["message"], {"role": "user", "content": "And then?"}]
             if turn:
                 cached = body["usage"]["prompt_tokens_details"]["cached_tokens"]
                 assert cached > body["usage"]["prompt_tokens"] // 2
-    for name, talk in talks.items():
+    for name, messages in chats.items():
         alone = [{"role": "user", "content": f"I am {name}. Who art thou?"}]
         for turn in (1, 3):
-            assert server.post(CHAT, {"messages": alone} | fields)[1]["choices"][0]["message"] == talk[turn]
-            alone = talk[: turn + 2]
+            assert server.post(CHAT, {"messages": alone} | fields)[1]["choices"][0]["message"] == messages[turn]
+            alone = messages[: turn + 2]
 
 
-def test_a_tool_that_must_be_called(client, openai):
+def test_a_required_tool_call(client, openai):
     tools = [
         {"type": "function", "function": {"name": name, "parameters": {"properties": {"city": {"type": "string"}}}}}
         for name in ("weather", "time")
     ]
     choice = {"type": "function", "function": {"name": "time"}}
-    fields = dict(model="tiny", messages=ASK, max_tokens=20, temperature=0, tools=tools, tool_choice=choice)
+    fields = dict(model="tiny", messages=MESSAGES, max_tokens=20, temperature=0, tools=tools, tool_choice=choice)
     answer = client.chat.completions.create(**fields)
     [call] = answer.choices[0].message.tool_calls
     assert call.function.name == "time" and call.type == "function" and call.id.startswith("call_")
     name, arguments = "", ""
     for chunk in client.chat.completions.create(stream=True, **fields):
-        for piece in chunk.choices[0].delta.tool_calls or []:
-            name += piece.function.name or ""
-            arguments += piece.function.arguments or ""
+        for call_delta in chunk.choices[0].delta.tool_calls or []:
+            name += call_delta.function.name or ""
+            arguments += call_delta.function.arguments or ""
     assert (name, arguments) == ("time", call.function.arguments)
     with pytest.raises(openai.BadRequestError, match=r"tool_choice\.function\.name"):
         client.chat.completions.create(**fields | {"tool_choice": {"type": "function", "function": {"name": "x"}}})
 
 
-def test_tokens_and_back(server):
+def test_tokenize_and_detokenize(server):
     _, body, _ = server.post("/tokenize", {"prompt": "In the <|user|> 😀"})
     assert body == {"count": len(body["tokens"]), "max_model_len": CONTEXT, "tokens": ids_of("In the <|user|> 😀")}
     _, body, _ = server.post(
         "/tokenize", {"prompt": "a b", "add_special_tokens": False, "return_token_strs": True, "model": "tiny"}
     )
     assert body["tokens"] == TOKENIZER.encode("a b") and "".join(body["token_strs"]) == "a b"
-    _, body, _ = server.post("/tokenize", {"messages": ASK})
-    assert body["tokens"] == TOKENIZER.encode_chat(ASK)[1]
+    _, body, _ = server.post("/tokenize", {"messages": MESSAGES})
+    assert body["tokens"] == TOKENIZER.encode_chat(MESSAGES)[1]
     assert server.post("/detokenize", {"tokens": ids_of("In 😀")})[1] == {"prompt": "[gMASK]<sop>In 😀"}
 
 
@@ -258,10 +260,10 @@ def test_metrics_for_prometheus(server):
     values = {name: found[f"colibri_{name}"].value for name in wanted.split()}
     assert values["generated_tokens_total"] >= 4 and values["expert_hits_total"] > 0
     assert 1e8 < values["resident_memory_bytes"] < 2e9
-    assert f'colibri_requests_total{{path="{LEGACY}",status="200"}}' in text
+    assert f'colibri_requests_total{{path="{COMPLETIONS}",status="200"}}' in text
 
 
-def test_fewer_slots_where_the_budget_asks_for_it():
+def test_fewer_kv_slots_when_memory_is_short():
     """A slot of this length takes a quarter of a GB; they may take a quarter of what the resident part leaves."""
     variables = {"SERVE": "stdio", "CTX": "100000", "RAM_GB": "50"}
     with closing(open_server(Settings.read([], variables))) as opened:
@@ -275,16 +277,16 @@ def test_fewer_slots_where_the_budget_asks_for_it():
         assert opened.plan.kv_slots == 7
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
+# --- refused requests -------------------------------------------------------------------------------------------------
 
 
-def test_the_largest_prompt_fits_and_one_more_is_refused(server):
-    """Field case: prompts at the edge were cut off, or failed after the 200."""
+def test_the_longest_prompt_fits_and_one_more_token_is_refused(server):
+    """Field case: prompts of the context's length were truncated, or failed after the 200."""
     ids = [5] * CONTEXT
     body = complete(server, ids, max_tokens=1)
     assert body["usage"]["completion_tokens"] == 1
     for fields in ({}, {"stream": True}):
-        status, body, _ = server.post(LEGACY, {"prompt": [*ids, 5], "max_tokens": 1} | fields)
+        status, body, _ = server.post(COMPLETIONS, {"prompt": [*ids, 5], "max_tokens": 1} | fields)
         assert status == 400 and body["error"]["code"] == "context_length_exceeded"
         assert f"{CONTEXT + 1} tokens" in body["error"]["message"] and str(CONTEXT) in body["error"]["message"]
     long = [{"role": "user", "content": "word " * CONTEXT}]
@@ -292,13 +294,13 @@ def test_the_largest_prompt_fits_and_one_more_is_refused(server):
     assert status == 400 and body["error"]["code"] == "context_length_exceeded"
 
 
-def test_max_tokens_beyond_the_room_is_clamped(server):
+def test_max_tokens_beyond_the_context_is_clamped(server):
     body = complete(server, [5] * (CONTEXT - 3), max_tokens=10**9)
     assert body["usage"]["completion_tokens"] <= 4
     assert body["choices"][0]["finish_reason"] == ("length" if body["usage"]["completion_tokens"] == 4 else "stop")
 
 
-CHAT_REFUSED = [
+REFUSED_CHAT_FIELDS = [
     ("logit_bias", {"5": 100}),
     ("frequency_penalty", 0.5),
     ("presence_penalty", -1),
@@ -340,10 +342,10 @@ CHAT_REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("name", "value"), CHAT_REFUSED)
-def test_a_field_that_is_not_honoured_is_refused_by_name(server, name, value):
-    """Field case: logit_bias, best_of and the like gave a plain 200, and another answer than was asked for."""
-    status, body, _ = server.post(CHAT, {"messages": ASK, "max_tokens": 1} | {name: value})
+@pytest.mark.parametrize(("name", "value"), REFUSED_CHAT_FIELDS)
+def test_an_unsupported_field_is_refused_by_name(server, name, value):
+    """Field case: logit_bias, best_of and others were ignored, with status 200."""
+    status, body, _ = server.post(CHAT, {"messages": MESSAGES, "max_tokens": 1} | {name: value})
     assert status == 400 and body["error"]["param"].startswith(name) and name in body["error"]["message"]
     assert body["error"]["type"] == "invalid_request_error"
 
@@ -353,11 +355,11 @@ def test_a_field_that_is_not_honoured_is_refused_by_name(server, name, value):
     [
         *(("best_of", 3), ("suffix", "x"), ("logprobs", 99), ("logprobs", True), ("echo", 1), ("max_tokens", -1)),
         *(("prompt", None), ("prompt", []), ("prompt", [[]]), ("prompt", [1, "a"]), ("prompt", [2048]), ("prompt", 5)),
-        *(("prompt", [-1]), ("logit_bias", {"1": 1}), ("messages", ASK)),
+        *(("prompt", [-1]), ("logit_bias", {"1": 1}), ("messages", MESSAGES)),
     ],
 )
-def test_the_same_on_the_legacy_endpoint(server, name, value):
-    status, body, _ = server.post(LEGACY, {"prompt": "x", "n": 2, "max_tokens": 1} | {name: value})
+def test_an_unsupported_field_of_completions_is_refused_by_name(server, name, value):
+    status, body, _ = server.post(COMPLETIONS, {"prompt": "x", "n": 2, "max_tokens": 1} | {name: value})
     assert status == 400 and body["error"]["param"] == name
 
 
@@ -370,8 +372,8 @@ def test_the_same_on_the_legacy_endpoint(server, name, value):
         {"reasoning_effort": "none", "parallel_tool_calls": True, "logprobs": False, "modalities": ["text"]},
     ],
 )
-def test_fields_that_change_nothing_are_welcome(server, fields):
-    assert server.post(CHAT, {"messages": ASK, "max_tokens": 1} | fields)[0] == 200
+def test_neutral_fields_are_accepted(server, fields):
+    assert server.post(CHAT, {"messages": MESSAGES, "max_tokens": 1} | fields)[0] == 200
 
 
 @pytest.mark.parametrize(
@@ -392,15 +394,15 @@ def test_fields_that_change_nothing_are_welcome(server, fields):
         ("hello", "messages[0]"),
     ],
 )
-def test_a_bad_message_is_refused_by_its_place(server, message, param):
+def test_a_bad_message_is_refused_by_its_path(server, message, param):
     status, body, _ = server.post(CHAT, {"messages": [message]})
     assert status == 400 and body["error"]["param"] == param
 
 
-def test_messages_in_the_forms_that_clients_send(server):
-    """Parts, developers, an earlier answer as the client got it, null fields and all."""
+def test_messages_in_the_formats_that_clients_send(server):
+    """Text parts, a developer message, earlier answers as the client received them with their null fields."""
     call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}, "index": 0}
-    talk = [
+    messages = [
         {"role": "developer", "content": [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}]},
         {"role": "user", "content": "2+2?", "name": "me"},
         {"role": "assistant", "content": None, "refusal": None, "annotations": [], "audio": None, "tool_calls": [call]},
@@ -408,7 +410,7 @@ def test_messages_in_the_forms_that_clients_send(server):
         {"role": "assistant", "content": "Four.", "reasoning_content": "hm", "tool_calls": None},
         {"role": "user", "content": "So?"},
     ]
-    _, body, _ = server.post("/tokenize", {"messages": talk})
+    _, body, _ = server.post("/tokenize", {"messages": messages})
     assert TOKENIZER.decode(body["tokens"]) == (
         "[gMASK]<sop><|system|>Be brief.<|user|>2+2?<|assistant|><think></think>"
         "<tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>"
@@ -420,15 +422,15 @@ def test_messages_in_the_forms_that_clients_send(server):
 @pytest.mark.parametrize(
     "body", [b"", b"{", b"[]", b"\xff", b'{"prompt": NaN}', b"[" * 100_000, b'{"a": 1' + b"0" * 9999]
 )
-def test_a_body_that_is_no_json_object(server, body):
-    status, answer, _ = server.post(LEGACY, body)
+def test_a_body_that_is_not_a_json_object(server, body):
+    status, answer, _ = server.post(COMPLETIONS, body)
     assert status == 400 and "body" in answer["error"]["message"]
 
 
-def test_paths_methods_and_models_that_are_not_there(server):
+def test_unknown_paths_methods_and_models(server):
     assert server.get("/v2")[0] == 404 and server.get("/v2")[1]["error"]["type"] == "not_found_error"
     assert server.get(CHAT)[0] == 405
-    status, body, _ = server.post(CHAT, {"messages": ASK, "model": "gpt-4"})
+    status, body, _ = server.post(CHAT, {"messages": MESSAGES, "model": "gpt-4"})
     assert status == 404 and body["error"]["code"] == "model_not_found" and body["error"]["param"] == "model"
 
 
@@ -444,8 +446,8 @@ def test_paths_methods_and_models_that_are_not_there(server):
         ({"Origin": "http://localhost:5173"}, 200),
     ],
 )
-def test_who_may_call(server, headers, status):
-    """Field case: a web page whose name points here reached the server behind its user's back."""
+def test_access_by_host_and_origin(server, headers, status):
+    """Field case: a web page whose host name resolves to this machine sent requests without its user's knowledge."""
     assert server.get("/v1/models", headers)[0] == status
 
 
@@ -455,7 +457,7 @@ def test_a_public_address_without_a_key_is_refused(host):
         open_socket(host, 0, has_key=False)
 
 
-def test_an_address_that_cannot_be_had(run_colibri, server):
+def test_an_address_that_cannot_be_used(run_colibri, server):
     process = run_colibri(SERVE=1, PORT=server.port)
     assert process.returncode == 2 and f"PORT={server.port}: cannot listen there".encode() in process.stderr
     assert process.stdout == b""

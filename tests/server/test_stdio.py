@@ -1,4 +1,4 @@
-"""SERVE=stdio: the C engine's line protocol, byte by byte; whatever comes in, one END and one STAT go out for it."""
+"""SERVE=stdio: the C engine's line protocol; each request gets exactly one END and one STAT."""
 
 import io
 import os
@@ -34,7 +34,7 @@ ERROR, END = b"\x01\x01ERROR\x01\x01 ", b"\x01\x01END\x01\x01\n"
 
 @pytest.fixture(scope="module", autouse=True)
 def one_tokenizer():
-    """To read it again for each test takes longer than the test."""
+    """Share one tokenizer: loading it takes longer than a test."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pipe_server, "TextTokenizer", lambda folder, config: TOKENIZER)
         yield
@@ -49,8 +49,8 @@ class FakeJob:
 
 
 class FakeScheduler:
-    """Gives scripted answers: for each request a text or ids, which end in a stop token where max_tokens allows, or an
-    exception. `ending` takes the place of stop and length."""
+    """Emits scripted answers: for each request a text or ids, which end in a stop token where max_tokens allows, or an
+    exception. `ending` replaces the finish reason."""
 
     def __init__(self, *answers, context=64, num_slots=2, ending=None):
         self.answers, self.context, self.num_slots, self.ending = list(answers), context, num_slots, ending
@@ -89,17 +89,17 @@ def serve(stdin, scheduler, stdout, loaded=None, **variables):
     assert run_pipe_server(loaded or fake_loaded(), scheduler, stdin, stdout, options) == 0
 
 
-def talk(said, scheduler, loaded=None, **variables):
-    """Bytes that come in -> bytes that go out after READY and its STAT."""
+def exchange(stdin, scheduler, loaded=None, **variables):
+    """Return the bytes that stdin gives on stdout, after READY and its STAT."""
     out = io.BytesIO()
-    serve(said, scheduler, out, loaded, **{"NGEN": 8, "SEED": 5, "TEMP": 0} | variables)
+    serve(stdin, scheduler, out, loaded, **{"NGEN": 8, "SEED": 5, "TEMP": 0} | variables)
     start = START.match(out.getvalue())
     assert start, out.getvalue()
     return out.getvalue()[start.end() :]
 
 
-def replies(out):
-    """What went out -> [(text, error or None, (tokens, prompt tokens or None, cut or None)), ...]"""
+def parse_replies(out):
+    """Parse stdout into [(text, error or None, (tokens, prompt tokens or None, cut or None)), ...]."""
     found = []
     while out:
         body, end, rest = out.partition(END)
@@ -126,14 +126,14 @@ def frame(text, max_tokens=8, temperature="0", top_p="1", slot=""):
 # --- frames -----------------------------------------------------------------------------------------------------------
 
 
-def test_ready_and_the_end():
-    assert talk(b"", FakeScheduler()) == b""
+def test_empty_stdin():
+    assert exchange(b"", FakeScheduler()) == b""
 
 
-def test_a_prompt_is_answered_as_it_is():
+def test_a_prompt_frame_uses_no_chat_template():
     scheduler = FakeScheduler("And it was so")
-    [(text, error, (tokens, prompt, cut))] = replies(
-        talk(frame("In the <|user|>", 100, "0.5", "0.9", 1), scheduler, NGEN=50)
+    [(text, error, (tokens, prompt, cut))] = parse_replies(
+        exchange(frame("In the <|user|>", 100, "0.5", "0.9", 1), scheduler, NGEN=50)
     )
     assert (text, error, cut) == (b"And it was so", None, 0)
     assert tokens == len(TOKENIZER.encode("And it was so"))
@@ -147,32 +147,32 @@ def test_a_prompt_is_answered_as_it_is():
 
 def test_a_prompt_without_the_prefix():
     scheduler = FakeScheduler()
-    talk(frame("In the"), scheduler, PREFIX=0)
+    exchange(frame("In the"), scheduler, PREFIX=0)
     assert scheduler.requests[0].prompt_ids == tuple(TOKENIZER.encode("In the"))
 
 
-def test_an_answer_cut_off_by_its_length_says_so():
-    [(text, _, (tokens, _, cut))] = replies(talk(frame("x", 2), FakeScheduler("one two three four")))
+def test_a_truncated_answer_is_marked_in_stat():
+    [(text, _, (tokens, _, cut))] = parse_replies(exchange(frame("x", 2), FakeScheduler("one two three four")))
     assert b"one two three four".startswith(text) and (tokens, cut) == (2, 1)
 
 
-def test_what_is_left_of_the_context_bounds_an_answer():
+def test_the_context_limits_max_tokens():
     scheduler = FakeScheduler(context=10)
-    talk(frame("In the beginning"), scheduler)
+    exchange(frame("In the beginning"), scheduler)
     assert len(scheduler.requests[0].prompt_ids) + scheduler.requests[0].max_tokens - 1 == 10
 
 
 def test_the_numbers_of_stat():
-    """The misses of the prompt do not count."""
-    out = talk(frame("x"), FakeScheduler("yes"), fake_loaded(hits=10, misses=90))
+    """The expert misses of the prefill do not count."""
+    out = exchange(frame("x"), FakeScheduler("yes"), fake_loaded(hits=10, misses=90))
     assert re.fullmatch(rb"yes" + END + rb"STAT \d+ \d+\.\d\d 0\.0 \d\.\d\d 3 0\n", out)
     assert hit_rate_since(CacheCounters(hits=10, misses=90), CacheCounters(hits=13, misses=91)) == 0.75
     assert hit_rate_since(CacheCounters(hits=10), CacheCounters(hits=10)) == 0
 
 
-def test_slots_are_conversations_of_their_own():
+def test_slots_are_separate_conversations():
     scheduler = FakeScheduler("a", "b", "c", "d", "e")
-    talk(
+    exchange(
         frame("one", slot=0) + frame("two", slot=1) + b"\x02MORE\n" + frame("three", slot=0) + b"\x02MORE\n", scheduler
     )
     assert [request.conversation for request in scheduler.requests] == [f"stdio {slot}" for slot in (0, 1, 1, 0, 0)]
@@ -208,35 +208,35 @@ BROKEN = [
 ]
 
 
-@pytest.mark.parametrize(("said", "error"), BROKEN)
-def test_a_broken_frame_gives_one_error_and_the_pipe_goes_on(said, error, monkeypatch):
-    """The C engine left the payload of a rejected frame in the stream, and ran it as a message."""
+@pytest.mark.parametrize(("stdin", "error"), BROKEN)
+def test_a_broken_frame_gives_one_error_and_the_next_is_answered(stdin, error, monkeypatch):
+    """The C engine left the payload of a rejected frame in the stream, and answered it as a message."""
     monkeypatch.setattr(stdio_frames, "MAX_BYTES", 32)
     scheduler = FakeScheduler("good")
-    first, second = replies(talk(said + frame("next"), scheduler))
+    first, second = parse_replies(exchange(stdin + frame("next"), scheduler))
     assert error in first[1] and first[0] == b"" and first[2] == (0, 0, 0)
     assert second[:2] == (b"good", None)
     assert scheduler.requests[0].prompt_ids == PREFIX + tuple(TOKENIZER.encode("next"))
 
 
 def test_a_payload_that_ends_too_early():
-    [(_, error, _)] = replies(talk(b"\x02PROMPT 10 8 0 1\nabc", FakeScheduler()))
+    [(_, error, _)] = parse_replies(exchange(b"\x02PROMPT 10 8 0 1\nabc", FakeScheduler()))
     assert error == "PROMPT: the payload ended after 3 of 10 bytes"
 
 
 def test_the_last_line_end_may_be_missing():
-    assert [text for text, _, _ in replies(talk(frame("x")[:-1], FakeScheduler("yes")))] == [b"yes"]
-    assert [text for text, _, _ in replies(talk(b"hello", FakeScheduler("yes")))] == [b"yes\n"]
+    assert [text for text, _, _ in parse_replies(exchange(frame("x")[:-1], FakeScheduler("yes")))] == [b"yes"]
+    assert [text for text, _, _ in parse_replies(exchange(b"hello", FakeScheduler("yes")))] == [b"yes\n"]
 
 
-def test_a_payload_may_hold_anything_but_its_end():
+def test_a_payload_may_contain_markers_and_line_ends():
     text = "a\n\x02RESET\n\x00\x01\x01END\x01\x01\né😀"
     scheduler = FakeScheduler()
-    assert len(replies(talk(frame(text), scheduler))) == 1
+    assert len(parse_replies(exchange(frame(text), scheduler))) == 1
     assert TOKENIZER.decode(scheduler.requests[0].prompt_ids[2:]) == text
 
 
-PIECES = [
+FRAGMENTS = [
     b"\x02PROMPT ",
     b"\x02MORE\n",
     b"\x02RESET\n",
@@ -252,81 +252,81 @@ PIECES = [
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(st.sampled_from(PIECES) | st.binary(max_size=8), max_size=20).map(b"".join))
-def test_whatever_comes_in_the_answer_can_be_read(said):
-    for text, error, (tokens, _, _) in replies(talk(said, FakeScheduler(context=512))):
+@given(st.lists(st.sampled_from(FRAGMENTS) | st.binary(max_size=8), max_size=20).map(b"".join))
+def test_any_input_gives_output_that_can_be_parsed(stdin):
+    for text, error, (tokens, _, _) in parse_replies(exchange(stdin, FakeScheduler(context=512))):
         assert b"\x01" not in text and (error is None or (tokens == 0 and "\x01" not in error))
 
 
 # --- answers ----------------------------------------------------------------------------------------------------------
 
 
-def test_no_mark_can_stand_in_an_answer():
-    out = talk(frame("x", 50), FakeScheduler("a\x01\x01END\x01\x01\nSTAT b"), NGEN=50)
-    [(text, error, _)] = replies(out)
+def test_an_answer_contains_no_marker():
+    out = exchange(frame("x", 50), FakeScheduler("a\x01\x01END\x01\x01\nSTAT b"), NGEN=50)
+    [(text, error, _)] = parse_replies(out)
     assert text.decode() == "a␁␁END␁␁\nSTAT b" and error is None
 
 
-class Pieces(io.BytesIO):
-    """Remembers each write by itself."""
+class RecordedWrites(io.BytesIO):
+    """Keeps each write by itself."""
 
     def __init__(self):
         super().__init__()
-        self.pieces = []
+        self.writes = []
 
     def write(self, data):
-        self.pieces.append(bytes(data))
+        self.writes.append(bytes(data))
         return super().write(data)
 
 
-def test_a_character_is_never_cut():
+def test_a_character_is_never_split():
     """The C engine wrote the bytes of each token as they are."""
-    out, ids = Pieces(), TOKENIZER.encode("a😀é")
+    out, ids = RecordedWrites(), TOKENIZER.encode("a😀é")
     assert len(ids) > 4
     serve(frame("x", 50), FakeScheduler(ids), out)
-    assert "".join(piece.decode() for piece in out.pieces).count("😀") == 1
+    assert "".join(data.decode() for data in out.writes).count("😀") == 1
 
 
 def test_more_gives_the_other_half_of_a_character():
     ids = TOKENIZER.encode("a😀")
     scheduler = FakeScheduler(ids[:2], [*ids[2:], *TOKENIZER.encode(" b")])
-    first, second = replies(talk(frame("x", 2) + b"\x02MORE\n", scheduler))
+    first, second = parse_replies(exchange(frame("x", 2) + b"\x02MORE\n", scheduler))
     assert (first[0], second[0]) == (b"a", "😀 b\n".encode())
     assert scheduler.requests[1].prompt_ids == (*scheduler.requests[0].prompt_ids, *ids[:2])
 
 
 def test_half_a_character_at_the_end_becomes_one_replacement():
-    [(text, _, _)] = replies(talk(frame("x", 8), FakeScheduler(TOKENIZER.encode("a😀")[:2])))
+    [(text, _, _)] = parse_replies(exchange(frame("x", 8), FakeScheduler(TOKENIZER.encode("a😀")[:2])))
     assert text.decode() == "a�"
 
 
-def test_more_goes_on_with_the_numbers_of_what_it_continues():
-    """The C engine forwarded the last token again, so that it came twice."""
+def test_more_uses_the_sampling_params_of_the_answer_it_continues():
+    """The C engine forwarded the last token again, and wrote it twice."""
     scheduler = FakeScheduler("one two three four five six seven", "more")
-    out = replies(talk(frame("x", 3, "0.5", "0.7", 1) + b"\x02MORE\n", scheduler))
+    out = parse_replies(exchange(frame("x", 3, "0.5", "0.7", 1) + b"\x02MORE\n", scheduler))
     first, second = scheduler.requests
     assert second.prompt_ids == (*first.prompt_ids, *TOKENIZER.encode("one two three four five six seven")[:3])
     assert (second.temperature, second.nucleus, second.seed) == (0.5, 0.7, first.seed) and second.max_tokens == 8
     assert out[1][0] == b"more\n" and out[1][2][1] == len(second.prompt_ids)
 
 
-def test_every_answer_has_a_seed_of_its_own():
+def test_each_answer_has_its_own_seed():
     scheduler = FakeScheduler()
-    talk(frame("x") * 3 + b"hello\n", scheduler, SEED=2**64 - 2)
+    exchange(frame("x") * 3 + b"hello\n", scheduler, SEED=2**64 - 2)
     assert [request.seed for request in scheduler.requests] == [2**64 - 2, 2**64 - 1, 0, 1]
 
 
-def test_reset_more_and_blank_lines_without_a_text():
+def test_reset_more_and_blank_lines_without_a_conversation():
     scheduler = FakeScheduler("a")
-    out = talk(b"\x02MORE\n\n\x02RESET\n" + frame("x") + b"\x02RESET\n\x02MORE\n:more\n:reset\r\n", scheduler)
-    assert [text for text, _, _ in replies(out)] == [b"", b"", b"", b"a", b"", b"", b"", b""]
-    assert [numbers[1] for _, _, numbers in replies(out)] == [None, None, None, 3, None, None, None, None]
+    out = exchange(b"\x02MORE\n\n\x02RESET\n" + frame("x") + b"\x02RESET\n\x02MORE\n:more\n:reset\r\n", scheduler)
+    assert [text for text, _, _ in parse_replies(out)] == [b"", b"", b"", b"a", b"", b"", b"", b""]
+    assert [numbers[1] for _, _, numbers in parse_replies(out)] == [None, None, None, 3, None, None, None, None]
     assert len(scheduler.requests) == 1
 
 
 def test_reset_forgets_the_slot_that_was_used_last():
     scheduler = FakeScheduler()
-    talk(
+    exchange(
         frame("one", slot=0) + frame("two", slot=1) + b"\x02RESET\n\x02MORE\n" + frame("x", slot=0) + b"\x02MORE\n",
         scheduler,
     )
@@ -344,34 +344,34 @@ def chat_ids(*messages, **options):
     return tuple(TOKENIZER.encode(text))
 
 
-def test_lines_are_the_turns_of_a_chat():
+def test_lines_are_turns_of_a_chat():
     scheduler = FakeScheduler("I am", "Fine")
-    first, second = replies(talk(b"Who art thou?\nHow art thou?\r\n", scheduler))
+    first, second = parse_replies(exchange(b"Who art thou?\nHow art thou?\r\n", scheduler))
     assert (first[0], second[0]) == (b"I am\n", b"Fine\n")
     assert scheduler.requests[0].prompt_ids == chat_ids("Who art thou?")
     assert scheduler.requests[1].prompt_ids == chat_ids("Who art thou?", "I am", "How art thou?")
     assert second[2][1] == len(scheduler.requests[1].prompt_ids)
 
 
-def test_a_cut_answer_and_its_rest_are_one_message():
+def test_a_continued_answer_is_one_message():
     words = "one two three four five six seven eight nine"
     ids = TOKENIZER.encode(words)
     scheduler = FakeScheduler(ids, ids[8:])
-    talk(b"Count\n\x02MORE\nOn\n", scheduler)
+    exchange(b"Count\n\x02MORE\nOn\n", scheduler)
     assert scheduler.requests[2].prompt_ids == chat_ids("Count", words, "On")
 
 
-def test_a_line_after_reset_or_a_frame_begins_a_new_chat():
+def test_reset_and_a_prompt_frame_end_the_chat():
     scheduler = FakeScheduler()
-    talk(b"One\n\x02RESET\nTwo\n" + frame("x") + b"Three\n", scheduler)
+    exchange(b"One\n\x02RESET\nTwo\n" + frame("x") + b"Three\n", scheduler)
     assert [scheduler.requests[at].prompt_ids for at in (0, 1, 3)] == [
         chat_ids(word) for word in ("One", "Two", "Three")
     ]
 
 
-def test_thoughts_stay_thoughts():
+def test_reasoning_stays_reasoning_in_the_next_turn():
     scheduler = FakeScheduler("hm</think>Yes", "no end")
-    talk(b"One\nTwo\nThree\n", scheduler, THINK=1)
+    exchange(b"One\nTwo\nThree\n", scheduler, THINK=1)
     assert scheduler.requests[0].prompt_ids == chat_ids("One", enable_thinking=True)
     assert TOKENIZER.decode(scheduler.requests[2].prompt_ids).endswith(
         "<think>hm</think>Yes<|user|>Two<|assistant|><think>no end</think><|user|>Three<|assistant|><think>"
@@ -379,28 +379,28 @@ def test_thoughts_stay_thoughts():
 
 
 def test_a_special_token_in_a_message_stays_text():
-    """To the C engine it was the beginning of a turn that nobody took."""
+    """The C engine took it for a token."""
     scheduler = FakeScheduler()
-    talk(b"a<|assistant|>b<|endoftext|>\n", scheduler)
+    exchange(b"a<|assistant|>b<|endoftext|>\n", scheduler)
     ids = scheduler.requests[0].prompt_ids
     [assistant], [end] = TOKENIZER.encode("<|assistant|>"), TOKENIZER.encode("<|endoftext|>")
     assert ids.count(assistant) == 1 and end not in ids
     assert "<|user|>a<|assistant|>b<|endoftext|><|assistant|>" in TOKENIZER.decode(ids)
 
 
-def test_the_oldest_turns_are_forgotten_and_that_is_said(capfd):
+def test_the_oldest_turns_are_dropped_with_a_notice(capfd):
     scheduler = FakeScheduler(*["yes"] * 9, context=40)
-    out = replies(talk(b"one two three\n" * 9, scheduler))
+    out = parse_replies(exchange(b"one two three\n" * 9, scheduler))
     assert all(text == b"yes\n" for text, _, _ in out)
     assert all(len(request.prompt_ids) + request.max_tokens - 1 <= 40 for request in scheduler.requests)
     assert "[stdio] CTX=40 is full: the oldest turns are forgotten (" in capfd.readouterr().err
 
 
-def test_what_does_not_fit_is_refused_with_its_numbers():
-    """The C engine cut long inputs without a word, and forgot the conversation."""
+def test_a_text_that_does_not_fit_is_refused_with_its_length():
+    """The C engine truncated long inputs silently, and dropped the conversation."""
     scheduler = FakeScheduler("yes", "on", context=20)
     long = b"word " * 30
-    out = replies(talk(b"Hello\n" + long + b"\n" + frame(long.decode()) + b"\x02MORE\n", scheduler))
+    out = parse_replies(exchange(b"Hello\n" + long + b"\n" + frame(long.decode()) + b"\x02MORE\n", scheduler))
     assert [bool(error) for _, error, _ in out] == [False, True, True, False]
     assert re.fullmatch(r"the text has \d+ tokens, CTX is 20; raise CTX or shorten it", out[1][1])
     assert scheduler.requests[1].prompt_ids == (*chat_ids("Hello"), *TOKENIZER.encode("yes"))
@@ -408,34 +408,34 @@ def test_what_does_not_fit_is_refused_with_its_numbers():
 
 def test_more_when_the_context_is_full():
     scheduler = FakeScheduler([300] * 99, context=12)
-    out = replies(talk(frame("In the beginning", 99) + b"\x02MORE\n", scheduler, NGEN=99))
+    out = parse_replies(exchange(frame("In the beginning", 99) + b"\x02MORE\n", scheduler, NGEN=99))
     assert out[0][2][2] == 1 and "CTX is 12" in out[1][1]
 
 
-# --- when things go wrong ---------------------------------------------------------------------------------------------
+# --- failures ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_full_queue_and_a_refusal_are_errors_of_one_line():
+def test_a_full_queue_and_a_refused_request_are_errors_of_one_line():
     scheduler = FakeScheduler(QueueFull(3, 2.0), ValueError("too\nlong"), "yes")
-    out = replies(talk(frame("x") * 3, scheduler))
+    out = parse_replies(exchange(frame("x") * 3, scheduler))
     assert out[0][1] and out[1][1] == "too long" and out[2][:2] == (b"yes", None)
 
 
-def test_an_answer_that_breaks_down_keeps_what_was_said():
+def test_a_failed_answer_keeps_its_text():
     scheduler = FakeScheduler("one two", ending=("error", "layer 3 is not finite"))
-    [(text, error, (tokens, prompt, cut))] = replies(talk(frame("x"), scheduler))
+    [(text, error, (tokens, prompt, cut))] = parse_replies(exchange(frame("x"), scheduler))
     assert (text, error) == (b"one two", "layer 3 is not finite") and tokens > 0 and prompt == 3 and cut == 0
 
 
-def test_a_question_that_got_no_word_is_taken_back():
+def test_a_message_without_an_answer_is_dropped():
     scheduler = FakeScheduler([], ending=("error", "no"))
-    talk(b"One\nTwo\n", scheduler)
+    exchange(b"One\nTwo\n", scheduler)
     assert scheduler.requests[1].prompt_ids == chat_ids("Two")
 
 
 @pytest.mark.parametrize("ending", [None, "never"])
-def test_when_nobody_reads_any_more_the_answer_is_cancelled(ending):
-    """In the middle of an answer, and while nothing comes to be written."""
+def test_a_closed_stdout_cancels_the_answer(ending):
+    """While text is written, and while there is none."""
     scheduler = FakeScheduler("yes" if ending is None else [], ending=ending)
     read, write = os.pipe()
     with os.fdopen(write, "wb") as stdout:
@@ -444,7 +444,7 @@ def test_when_nobody_reads_any_more_the_answer_is_cancelled(ending):
         class Stdin(io.BufferedReader):
             def readline(self, size):
                 if ending is None:
-                    closer.join()  # the frame comes when the reader is gone
+                    closer.join()  # the frame comes after stdout is closed
                 return super().readline(size)
 
         closer.start()
@@ -452,7 +452,7 @@ def test_when_nobody_reads_any_more_the_answer_is_cancelled(ending):
             serve(Stdin(io.BytesIO(frame("x"))), scheduler, stdout)
         closer.join()
         assert [job.cancelled.is_set() for job in scheduler.jobs] == [True]
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stdout.fileno())  # what is still buffered has nowhere to go
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stdout.fileno())  # for the data that is still buffered
 
 
 def test_ctrl_c_cancels_the_answer():
@@ -469,7 +469,7 @@ def test_ctrl_c_cancels_the_answer():
     assert scheduler.jobs[0].cancelled.is_set()
 
 
-# --- the real thing ---------------------------------------------------------------------------------------------------
+# --- with a real model ------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -481,31 +481,33 @@ def scheduler(load):
     scheduler.close()
 
 
-def test_the_greedy_text_is_the_reference(scheduler):
+def test_the_greedy_answer_equals_the_reference(scheduler):
     ref = read_json(EMBEDDED_SNAPSHOT / "ref_glm.json")
     n = len(ref["prompt_ids"])
     prompt, answer = TOKENIZER.decode(ref["prompt_ids"]), ref["full_ids"][n:]
-    out = talk(frame(prompt, len(answer), "0", "1"), scheduler, scheduler.loaded, NGEN=500)
-    [(text, error, numbers)] = replies(out)
+    out = exchange(frame(prompt, len(answer), "0", "1"), scheduler, scheduler.loaded, NGEN=500)
+    [(text, error, numbers)] = parse_replies(out)
     assert (text.decode(), error) == (TOKENIZER.decode(answer), None) and numbers == (len(answer), n, 1)
 
 
 @pytest.mark.parametrize("temperature", ["0", "0.8"])
-def test_an_answer_in_parts_is_the_answer(scheduler, temperature):
-    """The C engine gave the last token of a part twice."""
-    whole = replies(talk(frame("In the beginning", 24, temperature, "0.9"), scheduler, scheduler.loaded, NGEN=24))
-    parts = replies(
-        talk(frame("In the beginning", 8, temperature, "0.9") + b"\x02MORE\n" * 2, scheduler, scheduler.loaded)
+def test_an_answer_in_parts_equals_the_whole_answer(scheduler, temperature):
+    """The C engine wrote the last token of a part twice."""
+    whole = parse_replies(
+        exchange(frame("In the beginning", 24, temperature, "0.9"), scheduler, scheduler.loaded, NGEN=24)
+    )
+    parts = parse_replies(
+        exchange(frame("In the beginning", 8, temperature, "0.9") + b"\x02MORE\n" * 2, scheduler, scheduler.loaded)
     )
     assert b"".join(text.removesuffix(b"\n") if at else text for at, (text, _, _) in enumerate(parts)) == whole[0][0]
     assert sum(numbers[0] for _, _, numbers in parts) == whole[0][2][0] == 24
 
 
 def test_two_slots_do_not_mix(scheduler):
-    """Greedy, by turns in two slots, and each alone: the same texts, the beginning remembered."""
+    """By turns in two slots and each alone the greedy texts are the same, and the prefix cache is used."""
 
-    def texts(said):
-        return [text for text, _, _ in replies(talk(said, scheduler, scheduler.loaded))]
+    def texts(stdin):
+        return [text for text, _, _ in parse_replies(exchange(stdin, scheduler, scheduler.loaded))]
 
     a, b = frame("In the beginning", slot=0), frame("Enter the king", slot=1)
     mixed = texts(a + b + b"\x02MORE\n" + a + b"\x02MORE\n")
@@ -513,8 +515,10 @@ def test_two_slots_do_not_mix(scheduler):
     assert scheduler.statistics()["cached_tokens"] > 0
 
 
-def test_a_chat_with_the_real_model(scheduler):
-    out = replies(talk(b"Who art thou?\nAnd thy name?\n\x02RESET\nWho art thou?\n", scheduler, scheduler.loaded))
+def test_a_chat_with_a_real_model(scheduler):
+    out = parse_replies(
+        exchange(b"Who art thou?\nAnd thy name?\n\x02RESET\nWho art thou?\n", scheduler, scheduler.loaded)
+    )
     assert [error for _, error, _ in out] == [None] * 4 and out[0][0] == out[3][0]
     assert all(text.decode() for text in (out[0][0], out[1][0]))
 
@@ -524,7 +528,7 @@ def test_a_chat_with_the_real_model(scheduler):
 
 @pytest.fixture
 def process():
-    """process(**variables) -> SERVE=stdio python colibri.py with pipes."""
+    """Return a function that starts SERVE=stdio python colibri.py with these variables and pipes."""
     started = []
 
     def start(**variables):
@@ -545,7 +549,7 @@ def process():
 
 
 def read_reply(stdout):
-    """The next lines up to a STAT line."""
+    """Read the next lines, up to a STAT line."""
     lines = []
     while not lines or not STAT.fullmatch(lines[-1]):
         lines.append(stdout.readline())
@@ -559,12 +563,12 @@ def test_a_program_drives_the_pipe(process, run_colibri):
     assert START.fullmatch(read_reply(p.stdout))
     p.stdin.write(frame("In the beginning", 16))
     p.stdin.flush()
-    [(text, error, numbers)] = replies(read_reply(p.stdout))
+    [(text, error, numbers)] = parse_replies(read_reply(p.stdout))
     plain = run_colibri(PROMPT="In the beginning", NGEN=16, TEMP=0, CTX=256)
     assert (text + b"\n", error, numbers[0]) == (plain.stdout, None, 16)
     p.stdin.write(frame("x", slot=2) + "Wer bist du, Mädchen?\n".encode())
     p.stdin.close()
-    refused, answered = replies(p.stdout.read())
+    refused, answered = parse_replies(p.stdout.read())
     assert "slot=2: expected 0 to 1" in refused[1] and answered[0].decode() and answered[1] is None
     assert p.wait(30) == 0 and b"Traceback" not in p.stderr.read()
 

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from tests.conftest import ROOT
 
-CHAT, LEGACY = "/v1/chat/completions", "/v1/completions"
-# On two cores that others use too, one thread is faster than two that wait for each other.
-QUICK = {"THREADS": 1}
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+# On two shared cores one thread is faster than two that wait for each other.
+SINGLE_THREAD = {"THREADS": 1}
 
 
 def wait_for(condition, seconds=10):
@@ -26,7 +26,7 @@ def wait_for(condition, seconds=10):
         time.sleep(0.05)
 
 
-class Requests:
+class HttpClient:
     """HTTP requests to a server at self.url, which listens at self.port."""
 
     def post(self, path, body, headers=None):
@@ -40,8 +40,8 @@ class Requests:
 
     def send(self, request):
         try:
-            with urllib.request.urlopen(request, timeout=60) as answer:
-                data, status, headers = answer.read(), answer.status, answer.headers
+            with urllib.request.urlopen(request, timeout=60) as response:
+                data, status, headers = response.read(), response.status, response.headers
         except urllib.error.HTTPError as error:
             with error:
                 data, status, headers = error.read(), error.code, error.headers
@@ -49,7 +49,7 @@ class Requests:
         return status, json.loads(data) if is_json else data.decode(), headers
 
     def stream(self, path, body):
-        """-> the chunks of a stream, without [DONE], which is its last."""
+        """Return the chunks of a stream, after a check that [DONE] is its last event."""
         status, text, _ = self.post(path, body | {"stream": True})
         assert status == 200, text
         events = [line.removeprefix("data: ") for line in text.split("\n\n") if line.startswith("data: ")]
@@ -57,12 +57,12 @@ class Requests:
         return [json.loads(event) for event in events[:-1]]
 
     def connect(self):
-        """A bare connection."""
+        """Return a connection to send raw bytes."""
         return socket.create_connection(("127.0.0.1", self.port), timeout=30)
 
 
-class ServerProcess(Requests):
-    """SERVE=1 python colibri.py with these variables, on a free port; ready when made."""
+class ServerProcess(HttpClient):
+    """SERVE=1 python colibri.py with these variables on a free port; the constructor waits until it listens."""
 
     def __init__(self, *arguments, **variables):
         environ = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
@@ -76,7 +76,7 @@ class ServerProcess(Requests):
             stderr=subprocess.PIPE,
         )
         self.lines, self.ready = [], threading.Event()
-        self.reader = threading.Thread(target=self.read, daemon=True)
+        self.reader = threading.Thread(target=self.read_stderr, daemon=True)
         self.reader.start()
         assert self.ready.wait(60), self.lines
         found = [re.search(r"on (http://\S+)/v1", line) for line in self.lines]
@@ -84,17 +84,17 @@ class ServerProcess(Requests):
         assert self.url, self.lines
         self.port = int(self.url.rpartition(":")[2])
 
-    def read(self):
+    def read_stderr(self):
         for line in self.process.stderr:
             self.lines.append(line.decode())
             if b"[serve] " in line:
                 self.ready.set()
         self.ready.set()
 
-    def end(self, number=15, seconds=20):
-        """Send a signal -> the exit code."""
+    def stop(self, signal_number=15, seconds=20):
+        """Send a signal, and return the exit code."""
         if self.process.poll() is None:
-            self.process.send_signal(number)
+            self.process.send_signal(signal_number)
         code = self.process.wait(seconds)
         self.reader.join()
         self.process.stdout.close()
@@ -118,7 +118,7 @@ class ServerProcess(Requests):
         return len(os.listdir(f"/proc/{self.process.pid}/fd"))
 
     def status(self, name):
-        """A number of /proc/pid/status: Threads, or VmRSS in kB."""
+        """Return a number of /proc/pid/status: Threads, or VmRSS in kB."""
         text = Path(f"/proc/{self.process.pid}/status").read_text()
         return int(re.search(rf"^{name}:\s+(\d+)", text, re.MULTILINE)[1])
 
@@ -132,6 +132,6 @@ def chat(server, content="Who art thou?", **fields):
 
 
 def complete(server, prompt="In the beginning", **fields):
-    status, body, _ = server.post(LEGACY, {"prompt": prompt, "temperature": 0} | fields)
+    status, body, _ = server.post(COMPLETIONS, {"prompt": prompt, "temperature": 0} | fields)
     assert status == 200, body
     return body
