@@ -1,4 +1,4 @@
-"""Variables and arguments: defaults, what is refused in one line, what is noticed."""
+"""Variables and arguments: defaults, refusals in one line, notices."""
 
 import pytest
 
@@ -80,7 +80,7 @@ def test_a_temp_that_is_no_number_is_no_temperature(value):
 
 def test_a_prompt_that_is_not_utf_8_is_refused():
     with pytest.raises(Refused, match="PROMPT is not valid UTF-8"):
-        Settings.read([], {"PROMPT": "caf\udce9"})  # how python shows a Latin-1 byte of the environment
+        Settings.read([], {"PROMPT": "caf\udce9"})  # a Latin-1 byte of the environment, as Python decodes it
 
 
 @pytest.mark.parametrize("name", IGNORED)

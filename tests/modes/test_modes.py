@@ -1,4 +1,4 @@
-"""The modes as a user runs them: processes, their stdout, stderr and exit codes."""
+"""Modes as processes: stdout, stderr and exit codes."""
 
 import json
 import os
@@ -120,7 +120,7 @@ def test_stdout_is_the_completion_alone(run_colibri):
 
 
 def test_the_greedy_text_is_the_reference(run_colibri):
-    """PROMPT goes the whole way of the reference: prefix, tokens, text."""
+    """PROMPT adds the prefix, encodes and decodes as the reference does."""
     from tokenizers import Tokenizer
 
     reference = read_json(EMBEDDED_SNAPSHOT / "ref_glm.json")
@@ -188,7 +188,7 @@ def test_ctx_bounds_prompt_and_answer(run_colibri):
 
 
 @pytest.mark.parametrize("bits", ["8", "4"])
-def test_bits_are_said_and_still_speak(run_colibri, bits):
+def test_quantizing_at_load_is_announced_and_generates(run_colibri, bits):
     process = run_colibri("0", bits, bits, PROMPT="In the beginning", TEMP=0, NGEN=16)
     out, err = text_of(process)
     assert process.returncode == 0 and err.count(f"quantized to {bits} bits") == 2 and len(out) > 16
@@ -201,7 +201,7 @@ def test_non_ascii_prompts_under_the_c_locale(run_colibri):
 
 
 def generating():
-    """A process in the middle of a long text; plain torch, so that it is not over too soon."""
+    """A process in the middle of a long text; plain torch, so that it does not end before the signal."""
     text = {"PROMPT": "In the beginning", "NGEN": "900", "SEED": "1", "KERNELS": "reference"}
     process = subprocess.Popen(
         [sys.executable, str(ROOT / "colibri.py")],
@@ -230,7 +230,7 @@ def test_sigterm_ends_as_ctrl_c_does():
 
 
 def test_a_text_on_a_terminal_is_not_cut_by_the_heartbeat():
-    """stdout and stderr are one terminal: the whole text stands there in one piece, the statistics after it."""
+    """stdout and stderr are one terminal: the whole text is uninterrupted, the statistics follow it."""
     primary, secondary = os.openpty()
     environ = {
         "PATH": os.environ["PATH"],
@@ -250,12 +250,12 @@ def test_a_text_on_a_terminal_is_not_cut_by_the_heartbeat():
 
 
 def read_terminal(primary):
-    """All that a pseudo-terminal showed, until the program is gone."""
+    """Everything that a pseudo-terminal showed until the program ended."""
     shown = b""
     try:
-        while piece := os.read(primary, 4096):
-            shown += piece
-    except OSError:  # the other end is closed: how Linux says the end
+        while data := os.read(primary, 4096):
+            shown += data
+    except OSError:  # the other end is closed: EIO on Linux
         pass
     os.close(primary)
     return shown
@@ -263,7 +263,7 @@ def read_terminal(primary):
 
 @pytest.mark.parametrize("variables", [{}, {"NO_COLOR": "1"}, {"TERM": "dumb"}], ids=["bar", "no-color", "dumb"])
 def test_a_bar_on_a_terminal_and_plain_lines_elsewhere(variables):
-    """stderr is a pseudo-terminal here: a bar is drawn and wiped, without a colour; a dumb terminal gets lines."""
+    """stderr is a pseudo-terminal here: a bar is shown and wiped, without color; a dumb terminal gets lines."""
     primary, secondary = os.openpty()
     environ = {
         "PATH": os.environ["PATH"],
@@ -284,7 +284,7 @@ def test_a_bar_on_a_terminal_and_plain_lines_elsewhere(variables):
 
 
 @pytest.mark.parametrize("variables", [{"PROMPT": "In the beginning", "NGEN": "600"}, {"TF": "1"}, {"REPLAY": "1"}, {}])
-def test_a_reader_that_goes_away_is_no_traceback(variables):
+def test_a_closed_stdout_is_no_traceback(variables):
     """PROMPT=... python colibri.py | head -c 1; TF=1 python colibri.py | true"""
     process = subprocess.Popen(
         [sys.executable, str(ROOT / "colibri.py")],
@@ -314,7 +314,7 @@ def test_a_full_disk_behind_stdout_is_one_line(variables):
     assert b"Traceback" not in process.stderr and b"Exception ignored" not in process.stderr
 
 
-def test_ctrl_c_while_the_prompt_is_read_in():
+def test_ctrl_c_during_the_prefill():
     environ = {
         "PATH": os.environ["PATH"],
         "USAGE": "0",

@@ -1,4 +1,4 @@
-"""REPLAY and REPORT: what they measure, and that the numbers agree with each other. No speed is asserted."""
+"""REPLAY and REPORT: their numbers agree with each other. No speed is asserted."""
 
 import json
 import os
@@ -19,7 +19,7 @@ def documented_keys():
     return {key.strip() for cell in table for key in cell.split(",")}
 
 
-def test_replay_prints_its_first_words_and_counts_the_decode_alone(run_colibri, tmp_path):
+def test_replay_prints_its_lines_and_counts_the_decode_alone(run_colibri, tmp_path):
     process = run_colibri("1", REPLAY=1, REPORT=tmp_path / "r.json", LOOKAHEAD=0)
     assert process.returncode == 0, process.stderr
     first, prefill, disk = process.stdout.decode().splitlines()
@@ -78,7 +78,7 @@ def test_a_report_holds_every_documented_number(run_colibri, tmp_path, mode):
 
 
 def test_most_of_the_time_has_a_name(run_colibri, tmp_path):
-    """A stage that nobody measures would stand in rest: lm_head alone is a third of this model's arithmetic."""
+    """An unmeasured stage would count as rest: lm_head alone is a third of this model's arithmetic."""
     run_colibri(REPORT=tmp_path / "r.json", PROMPT="And God said", NGEN=200)
     profile = read_json(tmp_path / "r.json")["profile"]
     assert profile["rest"] < 0.25 * sum(profile.values()), profile
@@ -113,8 +113,8 @@ def test_fewer_experts_are_announced_and_asked_for(run_colibri, tmp_path):
         process = run_colibri(REPLAY=1, REPORT=tmp_path / "r.json", **variables)
         report = read_json(tmp_path / "r.json")
         counts[name] = report["hits"] + report["misses"]
-        said = process.stderr.decode().count("[lossy]")
-        assert said == len(report["lossy"]) == bool(variables)
+        num_notices = process.stderr.decode().count("[lossy]")
+        assert num_notices == len(report["lossy"]) == bool(variables)
         if variables:
             assert report["lossy"][0].startswith(name)
     n = NUM_FULL - NUM_PROMPT

