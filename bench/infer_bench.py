@@ -52,10 +52,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from bench import cost
 from bench.peaks import find_machine_peaks, measure_drives, peak_memory, reset_peak
 from dev.replay_trace import import_pyplot
 from errors import Refused, printable
-from forward import cost
 from forward.finite import NonFinite
 from forward.kv_cache import kv_cache_bytes
 from generate.engine import Engine

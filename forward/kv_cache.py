@@ -22,11 +22,6 @@ class KvCache:
     position 0 is that of position mtp_base of the sequence, where drafting began.
     """
 
-    config: ModelConfig
-    capacity: int
-    length: int
-    mtp_base: int
-    mtp_length: int
     tensors: tuple[Tensor, ...]  # all that is kept, each [layers, C, width]
 
     def __init__(self, config: ModelConfig, capacity: int):
@@ -96,18 +91,12 @@ class KvCache:
 class MlaKvCache(KvCache):
     """Normed latents and rotated keys, which all heads share; index keys in layers that run a DSA indexer."""
 
-    latents: Tensor  # [L + 1, C, kv_lora_rank]
-    rope_keys: Tensor  # [L + 1, C, rope_head_dim]
-    index_keys: Tensor  # [layers with an indexer, C, index_head_dim]
-    index_rows: dict[int, int]  # layer -> its place in index_keys
-
     def __init__(self, config: ModelConfig, capacity: int):
         super().__init__(config, capacity)
-        latent_width, rope_width = config.kv_widths
-        self.latents = self._allocate(config.num_layers + 1, latent_width)
-        self.rope_keys = self._allocate(config.num_layers + 1, rope_width)
+        self.latents = self._allocate(config.num_layers + 1, config.kv_lora_rank)  # [L + 1, C, kv_lora_rank]
+        self.rope_keys = self._allocate(config.num_layers + 1, config.rope_head_dim)  # [L + 1, C, rope_head_dim]
         self.index_rows = {layer: row for row, layer in enumerate(index_layers(config))}
-        self.index_keys = self._allocate(len(self.index_rows), config.index_head_dim)
+        self.index_keys = self._allocate(len(self.index_rows), config.index_head_dim)  # [their number, C, width]
         self.tensors = self.latents, self.rope_keys, self.index_keys
 
     def append(self, layer: int, latents: Tensor, rope_keys: Tensor) -> tuple[Tensor, Tensor]:
@@ -125,14 +114,11 @@ class MlaKvCache(KvCache):
 class GqaKvCache(KvCache):
     """Rotated keys and values, the KV heads of a position side by side."""
 
-    keys: Tensor  # [L + 1, C, num_kv_heads * qk_head_dim]
-    values: Tensor  # [L + 1, C, num_kv_heads * v_head_dim]
-
     def __init__(self, config: ModelConfig, capacity: int):
         super().__init__(config, capacity)
         key_width, value_width = config.kv_widths
-        self.keys = self._allocate(config.num_layers + 1, key_width)
-        self.values = self._allocate(config.num_layers + 1, value_width)
+        self.keys = self._allocate(config.num_layers + 1, key_width)  # [L + 1, C, num_kv_heads * qk_head_dim]
+        self.values = self._allocate(config.num_layers + 1, value_width)  # [L + 1, C, num_kv_heads * v_head_dim]
         self.tensors = self.keys, self.values
 
     def append(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:

@@ -11,8 +11,8 @@ from typing import Any
 from errors import Refused
 from experts.disk import ExpertDisk
 from experts.slots import ExpertSlots, expert_slot_bytes, split_into_slots
-from forward.cost import scratch_bytes
 from forward.kv_cache import kv_cache_bytes
+from forward.scratch import scratch_bytes
 from kernels.build import has_compiler
 from kernels.quantize import ROWS_BYTES
 from machine.memory import available_bytes, rss_bytes
@@ -119,8 +119,8 @@ def make_plan(
     disk: ExpertDisk,
     settings: Any,
     context: int,
-    tokenizer_bytes: int = 0,
-    kv_slots: int = 1,
+    tokenizer_bytes: int,
+    kv_slots: int,
 ) -> MemoryPlan:
     """Plan the memory of an opened snapshot; `context` in positions, for each of kv_slots KV caches. Refused if it
     does not fit.

@@ -19,12 +19,7 @@ BLOCK_BYTES = 64 << 20  # most of the index scores of one block of rows, all hea
 
 
 def select_positions(
-    config: ModelConfig,
-    layer: int,
-    weights: IndexerWeights,
-    x: Tensor,
-    query_latent: Tensor,
-    chunk: Chunk[MlaKvCache],
+    config: ModelConfig, layer: int, weights: IndexerWeights, x: Tensor, query_latent: Tensor, chunk: Chunk[MlaKvCache]
 ) -> list[Tensor | None]:
     """x [T, model width] (normed), query_latent [T, q_lora_rank] -> for each segment None (all earlier positions) or
     the selected positions [rows, index_topk], ascending, padded with -1. Appends index keys to each KV cache."""

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import infer_bench, peaks
+from bench import cost, infer_bench, peaks
 from bench.infer_bench import Asked, Costs, Timed, floors, main, percentile, summarise
 from bench.peaks import PEAKS, Peaks, find_peaks
-from forward import cost
 from kernels.formats import FLOATS
 from kernels.weight import Weight
 from settings import EMBEDDED_SNAPSHOT

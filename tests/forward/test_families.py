@@ -11,7 +11,7 @@ import torch
 
 import colibri
 import forward.moe
-from forward import cost
+from bench import cost
 from forward.kv_cache import make_kv_cache
 from forward.mtp import mtp, mtp_logits
 from forward.step import step_all

@@ -6,8 +6,9 @@ import pytest
 import torch
 from generate.kv_rows import BatchKvCache
 
-from forward import cost
+from bench import cost
 from forward.kv_cache import kv_cache_bytes, make_kv_cache
+from forward.scratch import scratch_bytes
 from forward.step import step, step_all
 from kernels import dispatch, reference
 from kernels.build import VARIANTS, processor_flags
@@ -118,9 +119,9 @@ def test_bfloat16_takes_half_the_memory(load, model):
 
 def test_the_reference_converts_to_float32_and_the_plan_counts_it(model):
     plain = replace(model.config, kv_dtype="f32")
-    more = cost.scratch_bytes(model.config, 64, 4096) - cost.scratch_bytes(plain, 64, 4096)
+    more = scratch_bytes(model.config, 64, 4096) - scratch_bytes(plain, 64, 4096)
     assert more == 4 * 4096 * (plain.kv_lora_rank + plain.rope_head_dim)
-    assert cost.scratch_bytes(model.config, 64, 4096, True) == cost.scratch_bytes(plain, 64, 4096, True)
+    assert scratch_bytes(model.config, 64, 4096, True) == scratch_bytes(plain, 64, 4096, True)
 
 
 def test_what_is_appended_is_rounded_half_to_even(model):

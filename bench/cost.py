@@ -1,4 +1,4 @@
-"""The cost model of a forward pass, next to the shapes it counts: scratch memory, FLOPs, and bytes read.
+"""The cost model of a forward pass: FLOPs, and bytes of weights and KV cache that it reads.
 
 A multiplication with its addition counts as two FLOPs. The indexer selects positions beyond index_topk; up to there it
 only makes keys, and attention sees every position, or those of the layer's sliding window. `context`: the positions
@@ -10,59 +10,11 @@ from dataclasses import fields, is_dataclass
 from torch import Tensor
 
 from experts.disk import ExpertLayout
-from forward.attention import indexer
 from forward.kv_cache import kv_dtype
-from forward.lm_head import LOGIT_ROWS
-from forward.moe import OUTPUT_BYTES
 from kernels.formats import integer_format
-from kernels.reference import BLOCK_BYTES, DEQUANTIZE_BYTES
 from kernels.weight import Weight, packed_bytes
 from snapshot.config import ModelConfig
 from snapshot.weights import ModelWeights
-
-
-def scratch_bytes(config: ModelConfig, chunk_rows: int, capacity: int, is_native: bool = False) -> int:
-    """An upper estimate of temporary float32 memory for chunks of chunk_rows rows over `capacity` positions.
-
-    Sums what is alive at once in the largest stage of a layer; blocks are capped where the code caps them. The C
-    kernels (is_native) hold neither attention scores nor dequantized weights, except GQA, which scores a row at a time,
-    and experts with a clamped SwiGLU, whose weights any kernels dequantize.
-    """
-    c = config
-    is_mla = c.attention == "mla"
-    row_scores = 0 if is_mla else 16 * c.num_heads * capacity
-    rows = min(chunk_rows, capacity)
-    q_width = c.num_heads * c.qk_head_dim
-    v_width = c.num_heads * c.v_head_dim
-    index_width = c.index_num_heads * c.index_head_dim
-    hidden = 5 * c.hidden_size  # residual, normed, output, and their sums
-    widest = max(c.intermediate_size, c.moe_intermediate_size * max(1, c.num_shared_experts))
-    moe = (6 if c.swiglu_limit else 3) * widest + 3 * c.hidden_size
-    selection = 8 * rows * min(c.index_topk, capacity)
-    logits = 6 * c.vocab_size * LOGIT_ROWS + 16 * c.vocab_size  # float32, a mask and a bit; one row in float64
-    if is_native:
-        attention = 2 * q_width + v_width + 2 * index_width + (0 if is_mla else 2 * sum(c.kv_widths))
-        assignments = min(OUTPUT_BYTES, 4 * rows * c.num_active_experts * c.hidden_size)
-        # Rows gathered for their experts, their outputs, and between them the two halves of the hidden layer.
-        experts = assignments * (2 * c.hidden_size + 2 * c.moe_intermediate_size) // c.hidden_size
-        dequantized = min(3 * DEQUANTIZE_BYTES, 12 * c.hidden_size * c.moe_intermediate_size) if c.swiglu_limit else 0
-        return 4 * rows * (hidden + max(attention, moe)) + experts + selection + logits + row_scores + dequantized
-    keys = 3 * c.num_heads * c.kv_lora_rank if is_mla else 2 * sum(c.kv_widths)
-    attention = 2 * q_width + keys + 2 * index_width + v_width
-    kv_b = c.num_heads * (c.nope_head_dim + c.v_head_dim) * c.kv_lora_rank
-    blocks = 3 * max(indexer.BLOCK_BYTES, BLOCK_BYTES) if is_mla else row_scores
-    full_scores = 4 * rows * c.num_heads * capacity  # small models never reach the block size
-    # A layer's KV cache in bfloat16 is converted to float32 before use.
-    converted = capacity * max(sum(c.kv_widths), c.index_head_dim) if c.kv_dtype == "bf16" else 0
-    return (
-        4 * (rows * (hidden + max(attention, moe)) + kv_b + converted)
-        + min(blocks, 4 * full_scores)
-        + selection
-        + (min(2 * DEQUANTIZE_BYTES, 8 * c.vocab_size * c.hidden_size) + logits)
-    )
-
-
-# --- FLOPs ------------------------------------------------------------------------------------------------------------
 
 
 def num_indexers(config: ModelConfig, has_indexer: bool = True) -> int:
