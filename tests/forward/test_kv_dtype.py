@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from generate.kv_rows import BatchKvCache
 
 from bench import cost
 from forward.kv_cache import kv_cache_bytes, make_kv_cache
@@ -110,7 +109,6 @@ def test_bfloat16_takes_half_the_memory(load, model):
     kv = make_kv_cache(model.config, 100)
     assert kv.num_bytes == make_kv_cache(plain.config, 100).num_bytes // 2 == kv_cache_bytes(model.config, 100)
     assert kv.num_bytes == sum(t.numel() * t.element_size() for t in (kv.latents, kv.rope_keys, kv.index_keys))
-    assert BatchKvCache.empty(model.config, 100, num_rows=3).bytes == 3 * kv.num_bytes
     asked = load(FIXTURES / "glm_moe_dsa_mtp", KV_DTYPE="bf16", CTX=100)
     assert asked.plan.kv_bytes == kv.num_bytes
     for count in (cost.kv_bytes_per_token, lambda config: cost.kv_bytes_read(config, 50)):
@@ -144,7 +142,7 @@ def test_trim_and_clone_keep_the_positions(model):
     expected = step(model, [(ids[20:30], whole)])
     kv = make_kv_cache(model.config, 20)
     step(model, [(ids[:20], kv)])
-    clones = [kv.clone(capacity=48), BatchKvCache([kv]).clone(2, 48).states[1]]
+    clones = [kv.clone(capacity=48), kv.clone(48)]
     kv.trim(3)
     step(model, [([9, 9, 9], kv)])
     assert not torch.equal(kv.latents[:, 3:6], clones[0].latents[:, 3:6])
