@@ -179,3 +179,19 @@ typedef struct {
     int (*all_finite)(const values_t *);
     int64_t (*read_memory)(const uint8_t *, int64_t); /* reads so many bytes; the result means nothing */
 } kernels_t;
+
+int linear(const linear_t *);
+int experts(const experts_t *);
+int gated_mlp(const mlp_t *);
+int add_weighted(const add_t *);
+int mla(const mla_t *);
+int grouped_attention(const grouped_t *);
+int index_scores(const index_t *);
+int top_positions(const top_t *);
+int rms_norm(const norm_t *);
+int layer_norm(const norm_t *);
+int rotate(const rotate_t *);
+int route(const route_t *);
+int group_by_expert(const group_t *);
+int logprobs(const logprobs_t *);
+int all_finite(const values_t *);

@@ -1,8 +1,8 @@
 /* The door of the library. */
 #include "colibri.h"
 #include "pool.h"
+#include "formats.h"
 #ifdef AVX512AMX
-#define AVX512VNNI
 #include <sys/syscall.h>
 #include <unistd.h>
 #define ARCH_REQ_XCOMP_PERM 0x1023 /* of asm/prctl.h */
@@ -12,10 +12,46 @@
 #include <sys/auxv.h>
 #endif
 
-#define JOIN_(a, b) a##b
-#define JOIN(a, b) JOIN_(a, b)
 #define EXPORT __attribute__((visibility("default")))
-extern const kernels_t JOIN(kernels_, NAME);
+
+/* -------------------------------------------------------------------------------------------------------------------
+ * A plain read of memory, what everything else is measured against */
+
+#define READ_BYTES (1 << 20)
+
+typedef struct {
+    const uint8_t *data;
+    int64_t bytes;
+    _Atomic int64_t sum;
+} read_job_t;
+
+static void read_piece(void *context, int64_t piece) {
+    read_job_t *job = context;
+    const uint8_t *p = job->data + piece * READ_BYTES;
+    int64_t n = job->bytes - piece * READ_BYTES < READ_BYTES ? job->bytes - piece * READ_BYTES : READ_BYTES;
+    vi a = vi_zero(), b = vi_zero();
+    for (int64_t i = 0; i + 128 <= n; i += 128) {
+        __builtin_prefetch(p + i + PAGE_AHEAD);
+        __builtin_prefetch(p + i + PAGE_AHEAD + 64);
+        a = vi_add(a, vi_load((const int32_t *)(p + i))), b = vi_add(b, vi_load((const int32_t *)(p + i + 64)));
+    }
+    int32_t lanes[16];
+    vi_store(lanes, vi_add(a, b));
+    job->sum += lanes[0] ^ lanes[7];
+}
+
+static int64_t read_memory(const uint8_t *data, int64_t bytes) {
+    read_job_t job = {data, bytes, 0};
+    run_pieces(read_piece, &job, (bytes + READ_BYTES - 1) / READ_BYTES);
+    return job.sum;
+}
+
+#define TEXT_(a) #a
+#define TEXT(a) TEXT_(a)
+static const kernels_t KERNELS = {
+    TEXT(NAME), linear, experts, gated_mlp, add_weighted, mla, grouped_attention, index_scores, top_positions, rms_norm, layer_norm, rotate,
+    route, group_by_expert, logprobs, all_finite, read_memory,
+};
 
 /* The kernels, or NULL where this processor lacks the instructions they were compiled for. */
 EXPORT const kernels_t *colibri_kernels(void) {
@@ -37,7 +73,7 @@ EXPORT const kernels_t *colibri_kernels(void) {
 #if defined(NEONDOT) && defined(__linux__)
     if (!(getauxval(AT_HWCAP) & HWCAP_ASIMDDP)) return 0;
 #endif
-    return &JOIN(kernels_, NAME);
+    return &KERNELS;
 }
 
 EXPORT void colibri_set_threads(int threads) { set_threads(threads); }

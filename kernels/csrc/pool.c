@@ -2,7 +2,6 @@
  * that what it fetches ahead of a piece is the start of its next one; then it helps with the ranges of the others, for on a
  * shared machine a thread may be 20 times slower than another for a moment. Idle threads watch for work a few
  * microseconds, then sleep. One job at a time; a caller that finds the pool busy does its pieces alone. */
-#define _GNU_SOURCE
 #include "pool.h"
 
 #include <pthread.h>
@@ -141,4 +140,24 @@ void *thread_scratch(int64_t bytes) {
         size = bytes;
     }
     return memory;
+}
+
+typedef struct {
+    int (*work)(const void *call, int64_t row); /* 1: no memory */
+    const void *call;
+    int64_t rows, each;
+    int failed;
+} rows_job_t;
+
+static void rows_piece(void *context, int64_t piece) {
+    rows_job_t *job = context;
+    int64_t stop = (piece + 1) * job->each < job->rows ? (piece + 1) * job->each : job->rows;
+    for (int64_t row = piece * job->each; row < stop; row++)
+        if (job->work(job->call, row)) job->failed = 1;
+}
+
+int each_row(int (*work)(const void *, int64_t), const void *call, int64_t rows, int64_t values) {
+    rows_job_t job = {work, call, rows, values < PIECE_VALUES ? PIECE_VALUES / (values ? values : 1) : 1, 0};
+    run_pieces(rows_piece, &job, (rows + job.each - 1) / job.each);
+    return job.failed;
 }

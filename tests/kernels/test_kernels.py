@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kernels import dispatch, reference
-from kernels.build import AVX2, AVX512, SANITIZE, BuildError, NoCompiler, find_library, usable_variants
+from kernels.build import AVX2, AVX512, SANITIZE, SOURCES, UNITS, BuildError, NoCompiler, find_library, usable_variants
 from kernels.formats import FORMATS, FP8, MXFP4
 from kernels.native import Native
 from kernels.quantize import quantize, quantize_fp8
@@ -455,3 +455,7 @@ def test_a_broken_library_is_not_used(kernels, tmp_path, monkeypatch):
     (tmp_path / "broken.so").write_bytes(b"not a library")
     monkeypatch.setattr("kernels.dispatch.find_library", lambda folder, variant: tmp_path / "broken.so")
     assert dispatch.start(None, tmp_path).startswith("[kernels] plain torch, which is slow: ")
+
+
+def test_every_source_is_compiled_once():
+    assert sorted(file for unit in UNITS for file in unit) == sorted(path.name for path in SOURCES.glob("*.c"))

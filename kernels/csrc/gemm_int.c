@@ -1,12 +1,8 @@
 /* Products of rounded activations with integer weights, 32 rows of them at a time: many rows of activations. The same sums
  * in the same order as in integer.inc. */
 
-#define TILE_ROWS 32
+#include "matmul.h"
 
-INLINE int64_t tile_stride(int64_t columns) { return up_to(columns, BLOCK_COLUMNS) + 64; } /* bytes of a row of a tile */
-INLINE int64_t tile_bytes(int64_t columns) { /* with its scales */
-    return (tile_stride(columns) + 4 * up_to(columns, BLOCK_COLUMNS) / SEGMENT) * TILE_ROWS;
-}
 INLINE float *scales_of_tile(const uint8_t *tile, int64_t columns) {
     return (float *)(tile + tile_stride(columns) * TILE_ROWS);
 }
@@ -18,7 +14,7 @@ INLINE vb segment_codes(int kind, const uint8_t *p) { /* the 64 codes of a segme
 }
 
 /* Segment `s` of a row; what is missing of the last one is zero bytes, and meets activations that are zero. */
-INLINE vb codes_of_row(int kind, const weight_t *w, int64_t row, int64_t s) {
+static __attribute__((noinline)) vb codes_of_row(int kind, const weight_t *w, int64_t row, int64_t s) {
     int bytes = segment_bytes(kind);
     const uint8_t *p = w->data + row * w->row_bytes + s * bytes;
     uint8_t last[64] = {0};
@@ -30,7 +26,7 @@ INLINE vb codes_of_row(int kind, const weight_t *w, int64_t row, int64_t s) {
 }
 
 /* The scales of 32 rows from `row`: [blocks * 16][32], zero beyond the end. */
-INLINE void tile_scales(const weight_t *w, int64_t row, int64_t blocks, float *scales) {
+static __attribute__((noinline)) void tile_scales(const weight_t *w, int64_t row, int64_t blocks, float *scales) {
     for (int64_t b = 0; b < blocks; b++)
         for (int half = 0; half < 2; half++) {
             vi r[16];
@@ -45,9 +41,8 @@ INLINE void tile_scales(const weight_t *w, int64_t row, int64_t blocks, float *s
 }
 
 #ifdef AVX512AMX
-#include "matrices.inc"
+#include "amx.h"
 #else
-#define MATRICES 0
 #ifdef AVX2
 #define TILE_COUNT 3 /* rows of activations whose sums stay in registers */
 #else
@@ -159,3 +154,34 @@ TILE_KERNEL(tile_int8, INT8)
 TILE_KERNEL(tile_int4, INT4)
 TILE_KERNEL(tile_int3, INT3)
 TILE_KERNEL(tile_int2, INT2)
+
+typedef struct {
+    void (*make)(const weight_t *, int64_t, int64_t, uint8_t *, float *);
+    void (*tile)(int, const uint8_t *, const float *, int64_t, const acts_t *, const int64_t *, int64_t,
+                 float[][TILE_ROWS]);
+} tile_kernels_t;
+static const tile_kernels_t BY_KIND[] = {
+    {tile_int8_make, tile_int8},
+    {tile_int4_make, tile_int4},
+    {tile_int3_make, tile_int3},
+    {tile_int2_make, tile_int2},
+};
+
+void gemm_int(const weight_t *w, const acts_t *a, const int64_t *rows, int64_t count, int64_t row, int64_t stop, float *out,
+              int64_t out_stride, uint8_t *scratch) {
+    const tile_kernels_t *k = &BY_KIND[w->kind - INT8];
+    int64_t blocks = a->padded / BLOCK_COLUMNS, bytes = tile_bytes(w->columns);
+    float sums[TILE_COUNT][TILE_ROWS];
+    for (int64_t r = row; r < stop; r += TILE_ROWS) {
+        uint8_t *tile = scratch + (r - row) / TILE_ROWS * bytes;
+        k->make(w, r, blocks, tile, scales_of_tile(tile, w->columns));
+    }
+    for (int64_t i = 0; i < count; i += TILE_COUNT)
+        for (int64_t r = row; r < stop; r += TILE_ROWS) {
+            const uint8_t *tile = scratch + (r - row) / TILE_ROWS * bytes;
+            int64_t m = count - i < TILE_COUNT ? count - i : TILE_COUNT;
+            int64_t n = stop - r < TILE_ROWS ? stop - r : TILE_ROWS;
+            k->tile((int)m, tile, scales_of_tile(tile, w->columns), w->columns, a, rows, i, sums);
+            for (int64_t t = 0; t < m; t++) memcpy(out + (i + t) * out_stride + r, sums[t], (size_t)(4 * n));
+        }
+}

@@ -1,4 +1,7 @@
-/* Gated MLPs: the experts of a layer, or one alone. Included once for each set of instructions. */
+/* Mixture of experts: the gated MLPs of a layer's experts, or one alone; assignments grouped by expert. */
+#include <stdlib.h>
+
+#include "matmul.h"
 
 #define TOGETHER 1024 /* rows of experts whose hidden values are held at once */
 
@@ -78,7 +81,7 @@ static void down_piece(void *context, int64_t piece) {
     }
 }
 
-static int experts(const experts_t *c) {
+int experts(const experts_t *c) {
     int64_t largest = 0, round = 0;
     int few = 0, many = 0;
     for (int64_t e = 0, held = 0; e < c->experts; e++) {
@@ -117,10 +120,56 @@ static int experts(const experts_t *c) {
 }
 
 /* One gated MLP on all rows. */
-static int gated_mlp(const mlp_t *c) {
+int gated_mlp(const mlp_t *c) {
     const weight_t matrices[] = {*c->gate, *c->up, *c->down};
     const int64_t starts[] = {0, c->count};
     experts_t call = {.matrices = matrices, .starts = starts, .x = c->x, .out = c->out, .experts = 1, .count = c->count,
                       .hidden = c->gate->columns, .width = c->gate->rows};
     return experts(&call);
+}
+
+/* -------------------------------------------------------------------------------------------------------------------
+ * out[rows[i]] += shares[i] * outputs[i], i ascending: a piece is some columns of all of them */
+
+#define ADD_COLUMNS 512
+
+static int add_columns(const void *call, int64_t block) {
+    const add_t *c = call;
+    int64_t from = block * ADD_COLUMNS, stop = from + ADD_COLUMNS < c->columns ? from + ADD_COLUMNS : c->columns;
+    for (int64_t i = 0; i < c->count; i++) {
+        const float *y = c->outputs + i * c->columns;
+        float *out = c->out + c->rows[i] * c->columns;
+        vf share = vf_set1(c->shares[i]);
+        int64_t j = from;
+        for (; j + 16 <= stop; j += 16) vf_store(out + j, vf_fma(share, vf_load(y + j), vf_load(out + j)));
+        for (; j < stop; j++) out[j] = fmaf(c->shares[i], y[j], out[j]);
+    }
+    return 0;
+}
+
+int add_weighted(const add_t *c) {
+    return each_row(add_columns, c, (c->columns + ADD_COLUMNS - 1) / ADD_COLUMNS, c->count * ADD_COLUMNS);
+}
+
+/* Assignments with a weight, grouped by expert. Returns the number of distinct experts, or -1: no memory. */
+int group_by_expert(const group_t *c) {
+    int64_t *at = thread_scratch(8 * c->num_experts), count = c->rows * c->active, total = 0;
+    int found = 0;
+    if (!at) return -1;
+    memset(at, 0, (size_t)(8 * c->num_experts));
+    for (int64_t i = 0; i < count; i++) at[c->chosen[i]] += c->shares[i] != 0;
+    for (int64_t e = 0; e < c->num_experts; e++) {
+        int64_t some = at[e];
+        at[e] = total;
+        if (!some) continue;
+        c->experts[found] = e, c->starts[found++] = total;
+        total += some;
+    }
+    c->starts[found] = c->experts[found] = total;
+    for (int64_t i = 0; i < count; i++) {
+        if (c->shares[i] == 0) continue;
+        int64_t place = at[c->chosen[i]]++;
+        c->grouped_rows[place] = i / c->active, c->grouped_shares[place] = c->shares[i];
+    }
+    return found;
 }

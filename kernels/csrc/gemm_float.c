@@ -2,9 +2,10 @@
  *
  * Columns go in steps of 32 to two accumulators of 16 lanes, ascending, whatever the number of rows. */
 
+#include "matmul.h"
+
 #define FLOAT_COUNT 3    /* rows of activations whose sums stay in registers, beside four rows of weights */
 #define FLOAT_ROWS 24    /* rows of activations that a block of weights is widened for */
-#define FLOAT_COLUMNS 1024
 
 /* Four rows of float32 weights with N rows of activations, some steps of 32 columns further: acc [4][N][2]. */
 INLINE void float_tile(int N, const float *w, int64_t stride, const float *const *x, int64_t steps, vf *acc) {
@@ -91,3 +92,93 @@ FLOAT_KERNEL(row_bf16, BF16)
 FLOAT_KERNEL(row_f16, F16)
 FLOAT_KERNEL(row_fp8, FP8)
 FLOAT_KERNEL(row_mxfp4, MXFP4)
+
+/* Columns from .. from + count of a row as float32, zero beyond the end of the row. */
+void widen(const weight_t *w, int64_t row, int64_t from, int64_t count, float *out) {
+    const uint8_t *p = w->data + row * w->row_bytes;
+    int64_t stop = from + count < w->columns ? from + count : w->columns, n = w->columns, c = from;
+    out -= from;
+    if (w->kind == BF16)
+        for (; c + 16 <= stop; c += 16) vf_store(out + c, vf_load_bf16((const uint16_t *)p + c));
+    if (w->kind == F16)
+        for (; c + 16 <= stop; c += 16) vf_store(out + c, vf_load_f16((const uint16_t *)p + c));
+    if (w->kind == F32)
+        for (; c + 16 <= stop; c += 16) vf_store(out + c, vf_load((const float *)p + c));
+    if (w->kind == FP8)
+        for (; c + 16 <= stop; c += 16) {
+            float scale = scale_at(w, row / 128 * w->row_scales + c / 128);
+            vf_store(out + c, vf_mul(load_fp8(p + c), vf_set1(scale)));
+        }
+    if (w->kind == MXFP4)
+        for (; c + 16 <= stop; c += 16) vf_store(out + c, load_mxfp4(p + c / 2, scale_at(w, row * w->row_scales + c / 32)));
+    if (is_integer(w->kind) && !is_odd_group(w))
+        for (; c + SEGMENT <= stop; c += SEGMENT) {
+            float scale = scale_at(w, row * w->row_scales + c / w->group);
+            vf v[4];
+            load_segment(w->kind, p + c / SEGMENT * segment_bytes(w->kind), scale, v);
+            for (int i = 0; i < 4; i++) vf_store(out + c + 16 * i, v[i]);
+        }
+    for (; c < stop; c++) {
+        if (w->kind == F32) {
+            out[c] = ((const float *)p)[c];
+        } else if (w->kind == BF16) {
+            uint32_t bits = (uint32_t)((const uint16_t *)p)[c] << 16;
+            memcpy(out + c, &bits, 4);
+        } else if (w->kind == F16) {
+            out[c] = scalar_f16(((const uint16_t *)p)[c]);
+        } else if (w->kind == FP8) {
+            out[c] = fp8_f32(p[c]) * scale_at(w, row / 128 * w->row_scales + c / 128);
+        } else if (w->kind == MXFP4) {
+            out[c] = FLOAT4[p[c / 2] >> 4 * (c % 2) & 15] * scale_at(w, row * w->row_scales + c / 32);
+        } else {
+            out[c] = (float)code_at(w->kind, p, c) * scale_at(w, row * w->row_scales + c / w->group);
+        }
+    }
+    for (; c < from + count; c++) out[c] = 0.0f;
+}
+
+void gemm_float(const weight_t *w, const input_t *in, const int64_t *rows, int64_t count, int64_t row, int64_t stop,
+                float *out, int64_t out_stride, float *wide) {
+    int64_t padded = up_to(w->columns, 32);
+    if (count < FEW && !is_integer(w->kind)) {
+        void (*const by_kind[])(int, const weight_t *, int64_t, const float *const *, float *) = {
+            row_f32, row_bf16, row_f16, row_fp8, row_mxfp4};
+        const float *x[FEW];
+        float sums[MAX_TOGETHER];
+        for (int64_t i = 0; i < count; i++) x[i] = in->x + rows[i] * in->x_stride;
+        for (int64_t i = 0; i < count; i += MAX_TOGETHER) {
+            int n = count - i < MAX_TOGETHER ? (int)(count - i) : MAX_TOGETHER;
+            for (int64_t r = row; r < stop; r++) {
+                by_kind[w->kind](n, w, r, x + i, sums);
+                for (int t = 0; t < n; t++) out[(i + t) * out_stride + r] = sums[t];
+            }
+        }
+        return;
+    }
+    vf acc[PIECE_ROWS / 4][FLOAT_ROWS / FLOAT_COUNT][4 * FLOAT_COUNT * 2];
+    for (int64_t first = 0; first < count; first += FLOAT_ROWS) {
+        int64_t some = count - first < FLOAT_ROWS ? count - first : FLOAT_ROWS;
+        for (int i = 0; 4 * i < stop - row; i++)
+            for (int j = 0; FLOAT_COUNT * j < some; j++)
+                for (int l = 0; l < 4 * FLOAT_COUNT * 2; l++) acc[i][j][l] = vf_zero();
+        for (int64_t c = 0; c < padded; c += FLOAT_COLUMNS) {
+            int64_t width = padded - c < FLOAT_COLUMNS ? padded - c : FLOAT_COLUMNS;
+            for (int64_t r = row; r < stop; r += 4) {
+                for (int i = 0; i < 4; i++) /* a row too many is the last once more */
+                    widen(w, r + i < stop ? r + i : stop - 1, c, width, wide + i * FLOAT_COLUMNS);
+                for (int64_t i = 0; i < some; i += FLOAT_COUNT) {
+                    int N = some - i < FLOAT_COUNT ? (int)(some - i) : FLOAT_COUNT;
+                    const float *x[FLOAT_COUNT];
+                    for (int t = 0; t < N; t++) x[t] = in->x + rows[first + i + t] * in->x_stride + c;
+                    float_tile_n(N, wide, FLOAT_COLUMNS, x, width / 32, acc[(r - row) / 4][i / FLOAT_COUNT]);
+                }
+            }
+        }
+        for (int64_t r = row; r < stop; r++)
+            for (int64_t i = 0; i < some; i++) {
+                int64_t left = some - i / FLOAT_COUNT * FLOAT_COUNT, N = left < FLOAT_COUNT ? left : FLOAT_COUNT;
+                vf *a = acc[(r - row) / 4][i / FLOAT_COUNT] + ((r - row) % 4 * N + i % FLOAT_COUNT) * 2;
+                out[(first + i) * out_stride + r] = vf_sum(vf_add(a[0], a[1]));
+            }
+    }
+}

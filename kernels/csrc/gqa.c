@@ -1,6 +1,8 @@
 /* Grouped-query attention: some heads share a key and a value. Included by kernels.c after attention.inc. Every sum has an
  * order of its own that does not depend on other rows: over positions ascending, over columns as in matmul.inc. */
 
+#include "attention.h"
+
 typedef struct {
     const grouped_t *call;
     weight_t keys, values; /* as matrices of positions * groups rows, to be widened */
@@ -87,7 +89,7 @@ static void grouped_piece(void *context, int64_t piece) {
     }
 }
 
-static int grouped_attention(const grouped_t *c) {
+int grouped_attention(const grouped_t *c) {
     int64_t parts = (c->heads / c->groups + HEADS_AT_ONCE - 1) / HEADS_AT_ONCE;
     grouped_job_t job = {.call = c, .width = up_to(c->width, 32), .value = up_to(c->value, 32)};
     job.keys = cached(c->keys, c->kind, c->width), job.values = cached(c->values, c->kind, c->value);

@@ -1,6 +1,5 @@
 /* The same with AMX: one instruction gives the sums of a segment for 16 rows of weights and 16 of activations. */
 
-#define MATRICES 1
 #define TILE_COUNT BLOCK_ROWS
 #define AHEAD 8
 

@@ -1,4 +1,4 @@
-/* Absorbed attention and the indexer's scores. Included by kernels.c after matmul.inc.
+/* Absorbed MLA.
  *
  * kv_b holds for each head N key rows Wk and V value rows Wv over L latent columns. Queries are taken into the latent space
  * (q Wk), attend over the cached latents, and the mixed latents are taken out again (Wv l). Here the activations stay
@@ -8,29 +8,11 @@
  * A cache in bfloat16 is widened a few rows at a time, for all heads of a piece of work: that takes about a tenth less time
  * than to widen each of them anew for every pair of heads (GLM-5.2's widths, AVX-512). */
 
-#define ROWS_AT_ONCE 8    /* rows whose weighted sum is built together */
-#define BLOCK_QUERIES 64  /* rows of queries whose latent forms are held at once */
-#define HEADS_AT_ONCE 8   /* heads of one row of queries in one piece of work */
+#include <stdlib.h>
 
-/* acc[0 .. n) += sum over i < rows of share[i] * row[i], i ascending. n is a multiple of 16. */
-INLINE void add_rows_n(int rows, float *acc, const float *share, const float *const *row, int64_t n) {
-    vf s[ROWS_AT_ONCE];
-    UNROLL
-    for (int i = 0; i < rows; i++) s[i] = vf_set1(share[i]);
-    for (int64_t c = 0; c < n; c += 16) {
-        vf a = vf_load(acc + c);
-        UNROLL
-        for (int i = 0; i < rows; i++) a = vf_fma(s[i], vf_load(row[i] + c), a);
-        vf_store(acc + c, a);
-    }
-}
-static void add_rows(int rows, float *acc, const float *share, const float *const *row, int64_t n) {
-    if (rows == ROWS_AT_ONCE) {
-        add_rows_n(ROWS_AT_ONCE, acc, share, row, n);
-    } else {
-        for (int i = 0; i < rows; i++) add_rows_n(1, acc, share + i, row + i, n);
-    }
-}
+#include "attention.h"
+
+#define BLOCK_QUERIES 64  /* rows of queries whose latent forms are held at once */
 
 /* Few queries and integer weights: a segment is widened in registers and used at once. The arithmetic is that of add_rows
  * and of `times`; only the way through memory is shorter. */
@@ -94,32 +76,6 @@ static void absorb_rows_of(const weight_t *w, int64_t row, int rows, const float
 static void value_rows_of(const weight_t *w, int64_t row, const float *x, const float *scales, float *out) {
     if (SPECIAL && w->kind == INT4) value_rows(INT4, w, row, x, scales, out);
     else value_rows(w->kind, w, row, x, scales, out);
-}
-
-/* Rows of a cache as a matrix, for `widen`. */
-INLINE weight_t cached(const void *rows, int kind, int64_t width) {
-    return (weight_t){.data = rows, .columns = width, .row_bytes = (kind == BF16 ? 2 : 4) * width, .kind = kind};
-}
-
-/* p [seen scores, filled to 16] -> e^(p - largest), 0 behind `seen`; returns 1 / their sum. A sink is one more score. */
-static float softmax_share(float *p, int64_t seen, const float *sink) {
-    int64_t padded = up_to(seen, 16);
-    vf most = vf_set1(p[0]), sum = vf_zero(), bad = vf_zero();
-    for (int64_t s = seen; s < padded; s++) p[s] = p[0]; /* for the maximum alone */
-    for (int64_t s = 0; s < padded; s += 16) {
-        vf x = vf_load(p + s);
-        most = vf_max(x, most), bad = vf_add(bad, vf_sub(x, x));
-    }
-    float top = vf_max_of(most), first[16], rest = 0;
-    if (sink) top = *sink > top ? *sink : top;
-    for (int64_t s = 0; s < padded; s += 16) vf_store(p + s, vf_exp_negative(vf_sub(vf_load(p + s), vf_set1(top))));
-    for (int64_t s = seen; s < padded; s++) p[s] = 0;
-    for (int64_t s = 0; s < padded; s += 16) sum = vf_add(sum, vf_load(p + s));
-    if (sink) {
-        vf_store(first, vf_exp_negative(vf_set1(*sink - top)));
-        rest = first[0];
-    }
-    return vf_sum(bad) == 0 ? 1 / (vf_sum(sum) + rest) : NAN; /* what is not finite stays so */
 }
 
 typedef struct {
@@ -293,7 +249,7 @@ static void value_piece(void *context, int64_t head) {
               c->heads * V, scratch);
 }
 
-static int mla(const mla_t *c) {
+int mla(const mla_t *c) {
     int64_t latent = up_to(c->latent, 32), key = latent + up_to(c->rope, 32);
     int64_t block = c->count < BLOCK_QUERIES ? c->count : BLOCK_QUERIES, known = c->position + c->count;
     int pads = c->kind == F32 && (latent != c->latent || key - latent != c->rope);
@@ -322,77 +278,6 @@ static int mla(const mla_t *c) {
         run_pieces(attend_piece, &job, job.count * ((c->heads + HEADS_AT_ONCE - 1) / HEADS_AT_ONCE));
         run_pieces(value_piece, &job, c->heads);
     }
-    free(memory);
-    return job.failed;
-}
-
-/* -------------------------------------------------------------------------------------------------------------------
- * The indexer: out[t][s] = sum over heads, ascending, of weight * relu(query . key) / sqrt(width) */
-
-#define KEYS_AT_ONCE 64
-
-typedef struct {
-    const index_t *call;
-    const float *queries, *keys; /* filled to 32 columns; no keys where they are widened */
-    int64_t padded;
-    weight_t cache; /* the keys, to be widened */
-    int failed;
-} index_job_t;
-
-static void index_piece(void *context, int64_t piece) {
-    index_job_t *job = context;
-    const index_t *c = job->call;
-    int64_t blocks = (c->positions + KEYS_AT_ONCE - 1) / KEYS_AT_ONCE, t = piece / blocks;
-    int64_t s = piece % blocks * KEYS_AT_ONCE, stop = s + KEYS_AT_ONCE < c->positions ? s + KEYS_AT_ONCE : c->positions;
-    float root = 1.0f / sqrtf((float)c->width), *wide = job->keys ? NULL : thread_scratch(4 * 4 * job->padded);
-    if (!job->keys && !wide) {
-        job->failed = 1;
-        return;
-    }
-    for (; s < stop; s += 4) {
-        int n = stop - s < 4 ? (int)(stop - s) : 4;
-        const float *key[4];
-        for (int i = 0; i < 4; i++) {
-            int64_t at = s + (i < n ? i : n - 1);
-            key[i] = job->keys ? job->keys + at * job->padded : wide + i * job->padded;
-            if (!job->keys) widen(&job->cache, at, 0, job->padded, wide + i * job->padded);
-        }
-        float sums[4] = {0};
-        for (int64_t h = 0; h < c->heads; h++) {
-            const float *q = job->queries + (t * c->heads + h) * job->padded;
-            vf acc[4][2];
-            UNROLL
-            for (int i = 0; i < 4; i++) acc[i][0] = acc[i][1] = vf_zero();
-            for (int64_t k = 0; k < job->padded; k += 32)
-                UNROLL
-                for (int half = 0; half < 2; half++) {
-                    vf a = vf_load(q + k + 16 * half);
-                    UNROLL
-                    for (int i = 0; i < 4; i++) acc[i][half] = vf_fma(vf_load(key[i] + k + 16 * half), a, acc[i][half]);
-                }
-            for (int i = 0; i < n; i++) {
-                float dot_product = vf_sum(vf_add(acc[i][0], acc[i][1]));
-                if (!(dot_product < 0)) sums[i] = fmaf(c->weights[t * c->heads + h], dot_product * root, sums[i]);
-            }
-        }
-        for (int i = 0; i < n; i++) c->out[t * c->positions + s + i] = sums[i];
-    }
-}
-
-static int index_scores(const index_t *c) {
-    int64_t padded = up_to(c->width, 32), rows = c->count * c->heads, filled = c->kind == F32 ? c->positions : 0;
-    index_job_t job = {c, c->queries, c->kind == F32 ? c->keys : NULL, padded, cached(c->keys, c->kind, c->width), 0};
-    float *memory = NULL;
-    if (padded != c->width) {
-        memory = calloc((size_t)((rows + filled) * padded), 4);
-        if (!memory) return 1;
-        float *keys = memory + rows * padded;
-        for (int64_t i = 0; i < rows; i++) memcpy(memory + i * padded, c->queries + i * c->width, (size_t)(4 * c->width));
-        for (int64_t i = 0; i < filled; i++)
-            memcpy(keys + i * padded, (const float *)c->keys + i * c->width, (size_t)(4 * c->width));
-        job.queries = memory, job.keys = filled ? keys : NULL;
-    }
-    run_pieces(index_piece, &job, c->count * ((c->positions + KEYS_AT_ONCE - 1) / KEYS_AT_ONCE));
     free(memory);
     return job.failed;
 }

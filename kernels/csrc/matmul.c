@@ -1,16 +1,63 @@
-/* The kernels for one set of instructions: compiled with NAME and one of AVX512AMX, AVX512VNNI, AVX512, AVX2 ...
- * defined, or none. */
-#define _GNU_SOURCE
+/* Matrix products in any format: activations as the weights want them, and `linear`. */
 #include <stdlib.h>
 
-#include "colibri.h"
-#include "pool.h"
-#include "simd.h"
-
-#include "matmul.inc"
+#include "matmul.h"
 
 /* -------------------------------------------------------------------------------------------------------------------
- * Input: what the products of one call share */
+ * Activations, rounded to 8 bits in groups of 64 (kernels/reference.round_activations)
+ *
+ * For rows one at a time the codes of a block of 1,024 columns lie as the bytes of a weight block are unpacked (`streams`);
+ * for many rows together segment after segment (`tiles`). Both hold the same numbers. */
+
+/* A segment as weights are unpacked: of `parts` columns side by side the first ones, then the second ones, ... */
+INLINE void part(int parts, const int8_t *codes, int8_t *out) {
+    for (int p = 0; p < parts; p++)
+        for (int i = 0; i < SEGMENT / parts; i++) out[p * (SEGMENT / parts) + i] = codes[i * parts + p];
+}
+/* Parted segment `s` to its place: weight bytes that hold several segments give the same part of all of them together. */
+INLINE void put_stream(int together, const int8_t *parted, int64_t s, int8_t *row) {
+    int64_t width = SEGMENT / together;
+    int8_t *to = row + s / together * together * SEGMENT + s % together * width;
+    for (int p = 0; p < together; p++) memcpy(to + p * SEGMENT, parted + p * width, (size_t)width);
+}
+
+/* One row: codes, scales, sums. A group with a NaN or an infinity gets the scale NaN, which spoils its products. */
+static void round_row(const acts_t *a, int64_t row, const float *x) {
+    int64_t segments = a->padded / SEGMENT;
+    for (int64_t s = 0; s < segments; s++) {
+        int64_t at = s * SEGMENT, n = a->columns - at;
+        vf v[4], bad = vf_zero(), most = vf_zero();
+        for (int i = 0; i < 4; i++) {
+            int64_t left = n - 16 * i;
+            v[i] = left >= 16 ? vf_load(x + at + 16 * i) : left > 0 ? vf_load_n(x + at + 16 * i, left) : vf_zero();
+            bad = vf_add(bad, vf_sub(v[i], v[i]));
+            most = vf_max(vf_abs(v[i]), most);
+        }
+        float scale = vf_max_of(most) / 127.0f;
+        if (scale < FLT_MIN) scale = 0; /* too small to divide by */
+        int broken = !(vf_sum(bad) == 0.0f);
+        vf divisor = vf_set1(scale > 0 ? scale : 1.0f);
+        int8_t codes[SEGMENT];
+        int32_t sum = 0;
+        for (int i = 0; i < 4; i++)
+            vi_store_i8(codes + 16 * i, broken ? vi_zero() : vi_round(vf_div(v[i], divisor)));
+        for (int i = 0; i < SEGMENT; i++) sum += codes[i];
+        a->scales[row * segments + s] = broken ? NAN : scale;
+        a->sums[row * segments + s] = sum * offset_of(a->kind);
+        if (a->plain) memcpy(a->plain + row * a->padded + at, codes, SEGMENT);
+        int8_t parted[SEGMENT];
+        if (a->kind == INT4) part(2, codes, parted);
+        else if (a->kind == INT8) memcpy(parted, codes, SEGMENT);
+        else part(4, codes, parted);
+        if (a->tiles) memcpy(a->tiles + row * a->padded + at, parted, SEGMENT);
+        if (a->streams) {
+            int8_t *to = a->streams + row * a->padded;
+            if (a->kind == INT4) put_stream(2, parted, s, to);
+            else if (a->kind == INT2) put_stream(4, parted, s, to);
+            else put_stream(1, parted, s, to);
+        }
+    }
+}
 
 typedef struct {
     input_t *in;
@@ -30,13 +77,6 @@ static void prepare_row(void *context, int64_t row) {
         memset(to + n, 0, (size_t)(4 * (p->in->x_stride - n)));
     }
 }
-
-enum { STREAMS = 1, TILES = 2 };
-
-typedef struct {
-    input_t in;
-    void *memory, *blocks;
-} prepared_t;
 
 static void free_prepared(prepared_t *p) {
     free(p->memory);
@@ -80,16 +120,6 @@ typedef struct {
     int64_t groups;
 } blocks_job_t;
 
-INLINE int64_t blocks_of(const int64_t *starts, int64_t group) {
-    int64_t count = starts[group + 1] - starts[group];
-    return count < FEW_CODES ? 0 : (count + BLOCK_ROWS - 1) / BLOCK_ROWS;
-}
-INLINE int64_t blocks_before(const int64_t *starts, int64_t group) {
-    int64_t blocks = 0;
-    for (int64_t g = 0; g < group; g++) blocks += blocks_of(starts, g);
-    return blocks;
-}
-
 static void group_blocks(void *context, int64_t group) {
     blocks_job_t *job = context;
     acts_t *a = job->acts;
@@ -126,43 +156,31 @@ static int make_blocks(prepared_t *p, const int64_t *rows, const int64_t *starts
     return 0;
 }
 
-/* The same x for weights of several kinds: what each of them wants, made when the first of its kind asks. */
-#define SORTS 32
-typedef struct {
-    prepared_t sorts[SORTS];
-    int made[SORTS];
-} inputs_t;
-
-INLINE int sort_of(const weight_t *w) {
-    int rounds = is_integer(w->kind) && !w->exact;
-    return rounds ? w->kind + 8 * is_odd_group(w) : 0; /* floats all want the same */
-}
-static int prepare_for(inputs_t *inputs, const weight_t *w, const float *x, int64_t count, int64_t x_stride, int layouts) {
+int prepare_for(inputs_t *inputs, const weight_t *w, const float *x, int64_t count, int64_t x_stride, int layouts) {
     int sort = sort_of(w);
     if (inputs->made[sort]) return 0;
     inputs->made[sort] = 1;
     return prepare(&inputs->sorts[sort], w, x, count, x_stride, layouts);
 }
-INLINE const input_t *input_for(const inputs_t *inputs, const weight_t *w) { return &inputs->sorts[sort_of(w)].in; }
-static int blocks_for(inputs_t *inputs, const int64_t *rows, const int64_t *starts, int64_t groups) {
+int blocks_for(inputs_t *inputs, const int64_t *rows, const int64_t *starts, int64_t groups) {
     int failed = 0;
     for (int i = 0; i < SORTS && !failed; i++)
         if (inputs->made[i]) failed = make_blocks(inputs->sorts + i, rows, starts, groups);
     return failed;
 }
-static void free_inputs(inputs_t *inputs) {
+void free_inputs(inputs_t *inputs) {
     for (int i = 0; i < SORTS; i++)
         if (inputs->made[i]) free_prepared(inputs->sorts + i);
     memset(inputs, 0, sizeof *inputs);
 }
 
-static int64_t work_bytes(const weight_t *w) {
-    int64_t wide = 4 * 4 * FLOAT_COLUMNS, tile = scratch_bytes(w->columns);
-    return wide > tile ? wide : tile;
+void times(const weight_t *w, const input_t *in, const int64_t *rows, int64_t count, int64_t row, int64_t stop, float *out,
+           int64_t out_stride, uint8_t *scratch) {
+    const acts_t *a = &in->acts;
+    if (!is_integer(w->kind) || w->exact) gemm_float(w, in, rows, count, row, stop, out, out_stride, (float *)scratch);
+    else if (count < FEW_CODES || is_odd_group(w)) gemv_int(w, a, rows, count, row, stop, out, out_stride);
+    else gemm_int(w, a, rows, count, row, stop, out, out_stride, scratch);
 }
-
-/* -------------------------------------------------------------------------------------------------------------------
- * linear */
 
 typedef struct {
     const linear_t *call;
@@ -188,7 +206,7 @@ static void linear_piece(void *context, int64_t piece) {
             for (int64_t r = row; r < stop; r++) c->out[i * c->out_stride + r] += c->bias[r];
 }
 
-static int linear(const linear_t *c) {
+int linear(const linear_t *c) {
     prepared_t p;
     if (!c->count) return 0;
     if (prepare(&p, c->weight, c->x, c->count, c->x_stride, c->count < FEW_CODES ? STREAMS : TILES)) return 1;
@@ -206,50 +224,3 @@ static int linear(const linear_t *c) {
     free_prepared(&p);
     return job.failed;
 }
-
-#include "experts.inc"
-#include "attention.inc"
-#include "grouped.inc"
-#include "rows.inc"
-#include "choose.inc"
-
-/* -------------------------------------------------------------------------------------------------------------------
- * A plain read of memory, what everything else is measured against */
-
-#define READ_BYTES (1 << 20)
-
-typedef struct {
-    const uint8_t *data;
-    int64_t bytes;
-    _Atomic int64_t sum;
-} read_job_t;
-
-static void read_piece(void *context, int64_t piece) {
-    read_job_t *job = context;
-    const uint8_t *p = job->data + piece * READ_BYTES;
-    int64_t n = job->bytes - piece * READ_BYTES < READ_BYTES ? job->bytes - piece * READ_BYTES : READ_BYTES;
-    vi a = vi_zero(), b = vi_zero();
-    for (int64_t i = 0; i + 128 <= n; i += 128) {
-        __builtin_prefetch(p + i + PAGE_AHEAD);
-        __builtin_prefetch(p + i + PAGE_AHEAD + 64);
-        a = vi_add(a, vi_load((const int32_t *)(p + i))), b = vi_add(b, vi_load((const int32_t *)(p + i + 64)));
-    }
-    int32_t lanes[16];
-    vi_store(lanes, vi_add(a, b));
-    job->sum += lanes[0] ^ lanes[7];
-}
-
-static int64_t read_memory(const uint8_t *data, int64_t bytes) {
-    read_job_t job = {data, bytes, 0};
-    run_pieces(read_piece, &job, (bytes + READ_BYTES - 1) / READ_BYTES);
-    return job.sum;
-}
-
-#define JOIN_(a, b) a##b
-#define JOIN(a, b) JOIN_(a, b)
-#define TEXT_(a) #a
-#define TEXT(a) TEXT_(a)
-const kernels_t JOIN(kernels_, NAME) = {
-    TEXT(NAME), linear, experts, gated_mlp, add_weighted, mla, grouped_attention, index_scores, top_positions, rms_norm, layer_norm, rotate,
-    route, group_by_expert, logprobs, all_finite, read_memory,
-};

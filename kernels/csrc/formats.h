@@ -1,4 +1,7 @@
-/* How weights lie in bytes: their scales, single values, and rows widened to float32 (docs/formats.md). */
+/* Byte layouts of the weight formats: scales, single values, unpacking of codes (docs/formats.md). */
+#pragma once
+#include "colibri.h"
+#include "simd.h"
 
 /* Loops over registers must not become loops over memory. Plain C has no registers of 16 lanes, and unrolled it would take
  * a minute to compile; there only the general form of a kernel is made. */
@@ -26,6 +29,9 @@ INLINE int64_t own_bytes(int kind, int64_t columns) {
            : kind == INT2 ? up_to(columns, 4) / 4 : up_to(columns, 64) / 64 * 24;
 }
 INLINE int segment_bytes(int kind) { return (int)(block_bytes(kind) / 16); }
+
+/* NaN counts as the largest, so that it is chosen and seen. */
+INLINE float ranked(float x) { return x == x ? x : INFINITY; }
 
 INLINE float scalar_f16(uint16_t h) {
     uint32_t sign = (uint32_t)(h & 0x8000) << 16, rest = h & 0x7fff, bits;
@@ -180,46 +186,81 @@ INLINE void load_segment(int kind, const uint8_t *p, float scale, vf *out) {
     for (int i = 0; i < 4; i++) out[i] = vf_mul(vf_load_i8(codes + 16 * i), vf_set1(scale));
 }
 
-/* Columns from .. from + count of a row as float32, zero beyond the end of the row. */
-static void widen(const weight_t *w, int64_t row, int64_t from, int64_t count, float *out) {
-    const uint8_t *p = w->data + row * w->row_bytes;
-    int64_t stop = from + count < w->columns ? from + count : w->columns, n = w->columns, c = from;
-    out -= from;
-    if (w->kind == BF16)
-        for (; c + 16 <= stop; c += 16) vf_store(out + c, vf_load_bf16((const uint16_t *)p + c));
-    if (w->kind == F16)
-        for (; c + 16 <= stop; c += 16) vf_store(out + c, vf_load_f16((const uint16_t *)p + c));
-    if (w->kind == F32)
-        for (; c + 16 <= stop; c += 16) vf_store(out + c, vf_load((const float *)p + c));
-    if (w->kind == FP8)
-        for (; c + 16 <= stop; c += 16) {
-            float scale = scale_at(w, row / 128 * w->row_scales + c / 128);
-            vf_store(out + c, vf_mul(load_fp8(p + c), vf_set1(scale)));
+/* 16 bytes -> 64 codes of two bits: columns 0, 4, 8 ..., then 1, 5, 9 ... */
+INLINE vb codes_of_int2(const uint8_t *p) {
+#if defined(AVX512VNNI) || defined(AVX512)
+    const __m512i shifts = _mm512_setr_epi32(0, 0, 0, 0, 2, 2, 2, 2, 4, 4, 4, 4, 6, 6, 6, 6);
+    return vb_and(_mm512_srlv_epi32(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)p)), shifts), 3);
+#elif defined(AVX2)
+    __m256i d = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)p));
+    const __m256i shifts = _mm256_setr_epi32(0, 0, 0, 0, 2, 2, 2, 2);
+    return vb_and(PAIR(vb, _mm256_srlv_epi32(d, shifts), _mm256_srlv_epi32(_mm256_srli_epi32(d, 4), shifts)), 3);
+#else
+    uint64_t d[2];
+    uint8_t out[64];
+    memcpy(d, p, 16);
+    for (int s = 0; s < 4; s++)
+        for (int h = 0; h < 2; h++) {
+            uint64_t codes = d[h] >> 2 * s & 0x0303030303030303u;
+            memcpy(out + 16 * s + 8 * h, &codes, 8);
         }
-    if (w->kind == MXFP4)
-        for (; c + 16 <= stop; c += 16) vf_store(out + c, load_mxfp4(p + c / 2, scale_at(w, row * w->row_scales + c / 32)));
-    if (is_integer(w->kind) && !is_odd_group(w))
-        for (; c + SEGMENT <= stop; c += SEGMENT) {
-            float scale = scale_at(w, row * w->row_scales + c / w->group);
-            vf v[4];
-            load_segment(w->kind, p + c / SEGMENT * segment_bytes(w->kind), scale, v);
-            for (int i = 0; i < 4; i++) vf_store(out + c + 16 * i, v[i]);
-        }
-    for (; c < stop; c++) {
-        if (w->kind == F32) {
-            out[c] = ((const float *)p)[c];
-        } else if (w->kind == BF16) {
-            uint32_t bits = (uint32_t)((const uint16_t *)p)[c] << 16;
-            memcpy(out + c, &bits, 4);
-        } else if (w->kind == F16) {
-            out[c] = scalar_f16(((const uint16_t *)p)[c]);
-        } else if (w->kind == FP8) {
-            out[c] = fp8_f32(p[c]) * scale_at(w, row / 128 * w->row_scales + c / 128);
-        } else if (w->kind == MXFP4) {
-            out[c] = FLOAT4[p[c / 2] >> 4 * (c % 2) & 15] * scale_at(w, row * w->row_scales + c / 32);
-        } else {
-            out[c] = (float)code_at(w->kind, p, c) * scale_at(w, row * w->row_scales + c / w->group);
-        }
-    }
-    for (; c < from + count; c++) out[c] = 0.0f;
+    return vb_load(out);
+#endif
 }
+
+/* 24 bytes -> 64 codes: two bits of each as above, then the high ones. Those of columns 4i .. 4i + 3 are half a byte: of
+ * each byte one bit goes to the code of an even i, one to the next. */
+INLINE vb codes_of_int3(const uint8_t *p) {
+    vb low = codes_of_int2(p);
+#if defined(AVX512VNNI) || defined(AVX512)
+    const __m512i bits = _mm512_setr_epi32(0x10011001, 0x10011001, 0x10011001, 0x10011001, 0x20022002, 0x20022002,
+                                           0x20022002, 0x20022002, 0x40044004, 0x40044004, 0x40044004, 0x40044004,
+                                           0x80088008, 0x80088008, 0x80088008, 0x80088008);
+    const __m512i twice = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7));
+    __m512i high = _mm512_broadcast_i32x4(_mm_loadl_epi64((const __m128i *)(p + 16)));
+    __mmask64 set = _mm512_test_epi8_mask(_mm512_shuffle_epi8(high, twice), bits);
+    return _mm512_mask_add_epi8(low, set, low, _mm512_set1_epi8(4));
+#elif defined(AVX2)
+    const __m256i four = _mm256_set1_epi8(4);
+    const __m256i twice = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7));
+    __m256i high = _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadl_epi64((const __m128i *)(p + 16))), twice);
+    __m256i out[2] = {low.a, low.b};
+    for (int i = 0; i < 2; i++) { /* bits s and s + 4 of s = 0 and 1, then 2 and 3 */
+        const int32_t even = i ? 0x40044004 : 0x10011001, odd = i ? (int32_t)0x80088008 : 0x20022002;
+        const __m256i bits = _mm256_setr_epi32(even, even, even, even, odd, odd, odd, odd);
+        __m256i set = _mm256_cmpeq_epi8(_mm256_and_si256(high, bits), bits);
+        out[i] = _mm256_or_si256(out[i], _mm256_and_si256(set, four));
+    }
+    return PAIR(vb, out[0], out[1]);
+#else
+    uint64_t codes[8];
+    uint32_t high[2];
+    vb_store((uint8_t *)codes, low), memcpy(high, p + 16, 8);
+    for (int h = 0; h < 2; h++) {
+        /* 32 bits of high codes -> 8 bytes with half a byte each */
+        uint64_t x = high[h];
+        x = (x | x << 16) & 0x0000ffff0000ffffu;
+        x = (x | x << 8) & 0x00ff00ff00ff00ffu;
+        x = (x | x << 4) & 0x0f0f0f0f0f0f0f0fu;
+        for (int s = 0; s < 4; s++) codes[2 * s + h] |= (x >> s & 0x0101010101010101u) << 2;
+    }
+    return vb_load((const uint8_t *)codes);
+#endif
+}
+
+/* The scales of the 16 segments of a block of a row, zero beyond the end. */
+static __attribute__((noinline)) vf block_scales(const weight_t *w, int64_t row, int64_t block) {
+    int64_t segments = (w->columns + SEGMENT - 1) / SEGMENT, at = block * 16, n = segments - at;
+    if (w->group >= w->columns) return vf_set1(scale_at(w, row * w->row_scales));
+    if (w->group == SEGMENT && w->scale_kind == F32) return vf_load_n((const float *)w->scales + row * w->row_scales + at, n);
+    if (w->group == SEGMENT && w->scale_kind == F16) {
+        const uint16_t *p = (const uint16_t *)w->scales + row * w->row_scales + at;
+        return n >= 16 ? vf_load_f16(p) : vf_load_f16_n(p, n);
+    }
+    float out[16] = {0};
+    for (int64_t i = 0; i < 16 && i < n; i++) out[i] = scale_at(w, row * w->row_scales + (at + i) * SEGMENT / w->group);
+    return vf_load(out);
+}
+
+/* Columns from .. from + count of a row as float32, zero beyond the end of the row. */
+void widen(const weight_t *w, int64_t row, int64_t from, int64_t count, float *out);

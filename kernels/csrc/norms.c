@@ -1,29 +1,6 @@
-/* Small operations on rows of values, those between the matrix products. Included once for each set of instructions. */
-
-/* -------------------------------------------------------------------------------------------------------------------
- * Work on each row, several to a piece: little work is one piece, which wakes no thread */
-
-#define PIECE_VALUES 16384
-
-typedef struct {
-    int (*work)(const void *call, int64_t row); /* 1: no memory */
-    const void *call;
-    int64_t rows, each;
-    int failed;
-} rows_job_t;
-
-static void rows_piece(void *context, int64_t piece) {
-    rows_job_t *job = context;
-    int64_t stop = (piece + 1) * job->each < job->rows ? (piece + 1) * job->each : job->rows;
-    for (int64_t row = piece * job->each; row < stop; row++)
-        if (job->work(job->call, row)) job->failed = 1;
-}
-
-static int each_row(int (*work)(const void *, int64_t), const void *call, int64_t rows, int64_t values) {
-    rows_job_t job = {work, call, rows, values < PIECE_VALUES ? PIECE_VALUES / (values ? values : 1) : 1, 0};
-    run_pieces(rows_piece, &job, (rows + job.each - 1) / job.each);
-    return job.failed;
-}
+/* RMSNorm, LayerNorm, RoPE and the check for finite values. */
+#include "formats.h"
+#include "pool.h"
 
 /* -------------------------------------------------------------------------------------------------------------------
  * Norms: sums go to 16 lanes, ascending */
@@ -50,7 +27,7 @@ static int rms_norm_row(const void *call, int64_t row) {
     return 0;
 }
 
-static int rms_norm(const norm_t *c) { return each_row(rms_norm_row, c, c->rows, c->columns); }
+int rms_norm(const norm_t *c) { return each_row(rms_norm_row, c, c->rows, c->columns); }
 
 /* (x - mean) / sqrt(mean((x - mean)^2) + eps) * weight + bias. */
 static int layer_norm_row(const void *call, int64_t row) {
@@ -78,7 +55,7 @@ static int layer_norm_row(const void *call, int64_t row) {
     return 0;
 }
 
-static int layer_norm(const norm_t *c) { return each_row(layer_norm_row, c, c->rows, c->columns); }
+int layer_norm(const norm_t *c) { return each_row(layer_norm_row, c, c->rows, c->columns); }
 
 /* -------------------------------------------------------------------------------------------------------------------
  * Rotary positions: pairs (x[2j], x[2j + 1]) are turned and then lie as all first halves, all second halves, where pairs
@@ -100,30 +77,7 @@ static int rotate_row(const void *call, int64_t row) {
     return 0;
 }
 
-static int rotate(const rotate_t *c) { return each_row(rotate_row, c, c->rows, c->heads * c->rotary); }
-
-/* -------------------------------------------------------------------------------------------------------------------
- * out[rows[i]] += shares[i] * outputs[i], i ascending: a piece is some columns of all of them */
-
-#define ADD_COLUMNS 512
-
-static int add_columns(const void *call, int64_t block) {
-    const add_t *c = call;
-    int64_t from = block * ADD_COLUMNS, stop = from + ADD_COLUMNS < c->columns ? from + ADD_COLUMNS : c->columns;
-    for (int64_t i = 0; i < c->count; i++) {
-        const float *y = c->outputs + i * c->columns;
-        float *out = c->out + c->rows[i] * c->columns;
-        vf share = vf_set1(c->shares[i]);
-        int64_t j = from;
-        for (; j + 16 <= stop; j += 16) vf_store(out + j, vf_fma(share, vf_load(y + j), vf_load(out + j)));
-        for (; j < stop; j++) out[j] = fmaf(c->shares[i], y[j], out[j]);
-    }
-    return 0;
-}
-
-static int add_weighted(const add_t *c) {
-    return each_row(add_columns, c, (c->columns + ADD_COLUMNS - 1) / ADD_COLUMNS, c->count * ADD_COLUMNS);
-}
+int rotate(const rotate_t *c) { return each_row(rotate_row, c, c->rows, c->heads * c->rotary); }
 
 /* -------------------------------------------------------------------------------------------------------------------
  * Whether all values are finite: x - x is zero, or NaN */
@@ -141,6 +95,6 @@ static int has_bad_value(const void *call, int64_t block) { /* 1 where one is no
     return vf_sum(vf_add(a, b)) + rest != 0;
 }
 
-static int all_finite(const values_t *c) {
+int all_finite(const values_t *c) {
     return !each_row(has_bad_value, c, (c->count + PIECE_VALUES - 1) / PIECE_VALUES, PIECE_VALUES);
 }

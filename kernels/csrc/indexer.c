@@ -1,0 +1,124 @@
+/* The lightning indexer: scores of all positions, and the choice of the top-k of them. */
+#include <stdlib.h>
+
+#include "attention.h"
+
+/* -------------------------------------------------------------------------------------------------------------------
+ * The indexer: out[t][s] = sum over heads, ascending, of weight * relu(query . key) / sqrt(width) */
+
+#define KEYS_AT_ONCE 64
+
+typedef struct {
+    const index_t *call;
+    const float *queries, *keys; /* filled to 32 columns; no keys where they are widened */
+    int64_t padded;
+    weight_t cache; /* the keys, to be widened */
+    int failed;
+} index_job_t;
+
+static void index_piece(void *context, int64_t piece) {
+    index_job_t *job = context;
+    const index_t *c = job->call;
+    int64_t blocks = (c->positions + KEYS_AT_ONCE - 1) / KEYS_AT_ONCE, t = piece / blocks;
+    int64_t s = piece % blocks * KEYS_AT_ONCE, stop = s + KEYS_AT_ONCE < c->positions ? s + KEYS_AT_ONCE : c->positions;
+    float root = 1.0f / sqrtf((float)c->width), *wide = job->keys ? NULL : thread_scratch(4 * 4 * job->padded);
+    if (!job->keys && !wide) {
+        job->failed = 1;
+        return;
+    }
+    for (; s < stop; s += 4) {
+        int n = stop - s < 4 ? (int)(stop - s) : 4;
+        const float *key[4];
+        for (int i = 0; i < 4; i++) {
+            int64_t at = s + (i < n ? i : n - 1);
+            key[i] = job->keys ? job->keys + at * job->padded : wide + i * job->padded;
+            if (!job->keys) widen(&job->cache, at, 0, job->padded, wide + i * job->padded);
+        }
+        float sums[4] = {0};
+        for (int64_t h = 0; h < c->heads; h++) {
+            const float *q = job->queries + (t * c->heads + h) * job->padded;
+            vf acc[4][2];
+            UNROLL
+            for (int i = 0; i < 4; i++) acc[i][0] = acc[i][1] = vf_zero();
+            for (int64_t k = 0; k < job->padded; k += 32)
+                UNROLL
+                for (int half = 0; half < 2; half++) {
+                    vf a = vf_load(q + k + 16 * half);
+                    UNROLL
+                    for (int i = 0; i < 4; i++) acc[i][half] = vf_fma(vf_load(key[i] + k + 16 * half), a, acc[i][half]);
+                }
+            for (int i = 0; i < n; i++) {
+                float dot_product = vf_sum(vf_add(acc[i][0], acc[i][1]));
+                if (!(dot_product < 0)) sums[i] = fmaf(c->weights[t * c->heads + h], dot_product * root, sums[i]);
+            }
+        }
+        for (int i = 0; i < n; i++) c->out[t * c->positions + s + i] = sums[i];
+    }
+}
+
+int index_scores(const index_t *c) {
+    int64_t padded = up_to(c->width, 32), rows = c->count * c->heads, filled = c->kind == F32 ? c->positions : 0;
+    index_job_t job = {c, c->queries, c->kind == F32 ? c->keys : NULL, padded, cached(c->keys, c->kind, c->width), 0};
+    float *memory = NULL;
+    if (padded != c->width) {
+        memory = calloc((size_t)((rows + filled) * padded), 4);
+        if (!memory) return 1;
+        float *keys = memory + rows * padded;
+        for (int64_t i = 0; i < rows; i++) memcpy(memory + i * padded, c->queries + i * c->width, (size_t)(4 * c->width));
+        for (int64_t i = 0; i < filled; i++)
+            memcpy(keys + i * padded, (const float *)c->keys + i * c->width, (size_t)(4 * c->width));
+        job.queries = memory, job.keys = filled ? keys : NULL;
+    }
+    run_pieces(index_piece, &job, c->count * ((c->positions + KEYS_AT_ONCE - 1) / KEYS_AT_ONCE));
+    free(memory);
+    return job.failed;
+}
+
+/* -------------------------------------------------------------------------------------------------------------------
+ * Positions with the best index scores: the smallest of them is found digit by digit, without sorting */
+
+/* Larger for a larger float; -0 is 0. */
+INLINE uint32_t rank_of(float x) {
+    uint32_t bits;
+    x += 0.0f;
+    memcpy(&bits, &x, 4);
+    return bits >> 31 ? ~bits : bits | 0x80000000u;
+}
+
+/* The k-th largest rank of n scores, n > k, and how many scores of that rank are among the k. */
+static uint32_t smallest_chosen(const float *scores, int64_t n, int64_t k, int64_t *room) {
+    uint64_t found = 0;
+    for (int shift = 22; shift >= 0; shift -= 11) { /* 10 bits, 11 and 11 */
+        int64_t counts[2048] = {0}, digit = 2047;
+        for (int64_t i = 0; i < n; i++) {
+            uint64_t rank = rank_of(scores[i]);
+            if ((rank ^ found) >> shift < 2048) counts[rank >> shift & 2047]++;
+        }
+        for (; counts[digit] < k; digit--) k -= counts[digit];
+        found |= (uint64_t)digit << shift;
+    }
+    *room = k;
+    return (uint32_t)found;
+}
+
+static int top_row(const void *call, int64_t row) {
+    const top_t *c = call;
+    const float *scores = c->scores + row * c->positions;
+    int64_t *out = c->chosen + row * c->topk, seen = c->first + row + 1, at = 0;
+    int is_nan = 0;
+    for (int64_t s = 0; s < seen; s++) is_nan |= scores[s] != scores[s];
+    if (!is_nan && seen <= c->topk)
+        for (; at < seen; at++) out[at] = at;
+    else if (!is_nan) {
+        int64_t room;
+        uint32_t smallest = smallest_chosen(scores, seen, c->topk, &room);
+        for (int64_t s = 0; s < seen && at < c->topk; s++) {
+            uint32_t rank = rank_of(scores[s]);
+            if (rank > smallest || (rank == smallest && room-- > 0)) out[at++] = s;
+        }
+    }
+    for (; at < c->topk; at++) out[at] = -1;
+    return 0;
+}
+
+int top_positions(const top_t *c) { return each_row(top_row, c, c->rows, c->positions); }
