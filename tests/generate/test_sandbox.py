@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from errors import Refused
-from generate.tools import sandbox
+from generate.tools import sandbox, sandbox_child
 from generate.tools.sandbox import Capture, execute_code, remove_folder, result_of
 from tests.conftest import ROOT
 
-linux = pytest.mark.skipif(not sandbox.LINUX, reason="only Linux has it")
+linux = pytest.mark.skipif(not sandbox_child.LINUX, reason="only Linux has it")
 HUGE = "data = bytearray(1 << 40)"
 # A grandchild with a session of its own that writes on for as long as it lives, and signs when it has begun.
 BEATING = """
@@ -54,18 +54,18 @@ def fail(code, **options):
 def namespaces_allowed():
     """Asked in a process of its own, as the keeper asks."""
     asking = "import ctypes, sys; sys.exit(ctypes.CDLL(None).unshare(0x78000000) != 0)"
-    return sandbox.LINUX and subprocess.run([sys.executable, "-c", asking]).returncode == 0
+    return sandbox_child.LINUX and subprocess.run([sys.executable, "-c", asking]).returncode == 0
 
 
 @pytest.fixture
 def without_namespaces(tmp_path, monkeypatch):
     """As on a kernel that allows none."""
-    head = "def enter_namespaces():\n"
-    source = Path(sandbox.__file__).read_text(encoding="utf-8")
+    head = "def enter_namespaces() -> bool:\n"
+    source = Path(sandbox_child.__file__).read_text(encoding="utf-8")
     assert head in source
-    copy = tmp_path / "sandbox.py"
+    copy = tmp_path / "sandbox_child.py"
     copy.write_text(source.replace(head, f"{head}    return False\n\n\ndef unused():\n"), encoding="utf-8")
-    monkeypatch.setattr(sandbox, "__file__", str(copy))
+    monkeypatch.setattr(sandbox_child, "__file__", str(copy))
 
 
 @pytest.fixture
@@ -193,7 +193,7 @@ def test_good_ends(code):
 )
 def test_bad_ends(code, error):
     result = fail(code)
-    assert result.error.startswith(error) and "sandbox.py" not in result.stderr
+    assert result.error.startswith(error) and "sandbox_child.py" not in result.stderr
     assert not result.timeout and not result.memory_exceeded
 
 
@@ -367,16 +367,16 @@ def test_the_code_dies_with_the_engine(tmp_path):
 
 @linux
 def test_an_interrupt_of_the_engine_ends_the_code(tmp_path, temporary, monkeypatch):
-    path, drain = tmp_path / "beat", sandbox.drain
+    path, read_streams = tmp_path / "beat", sandbox.read_streams
 
     def interrupted(selector, deadline):
-        monkeypatch.setattr(sandbox, "drain", drain)
+        monkeypatch.setattr(sandbox, "read_streams", read_streams)
         limit = time.monotonic() + 30
         while not path.exists() and time.monotonic() < limit:
             time.sleep(0.02)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(sandbox, "drain", interrupted)
+    monkeypatch.setattr(sandbox, "read_streams", interrupted)
     with pytest.raises(KeyboardInterrupt):
         execute_code(BEATING.format(path=str(path)) + "time.sleep(60)", timeout=50)
     assert stands_still(path) and list(temporary.iterdir()) == []
