@@ -69,7 +69,6 @@ from modes.run import announce
 from scripts.options import OneLineParser, number_from, whole_from
 from settings import Settings
 from snapshot.config import read_config
-from snapshot.formats import StoredWeight
 from text.prompt import PromptPrefix
 from text.tokenizer import TextTokenizer
 
@@ -278,11 +277,10 @@ def summarise(run, costs, peaks, drive, single=None):
 def count_parameters(loaded):
     """-> {format: parameters} of everything that is loaded, routed experts and all."""
     counts = Counter()
-    for stored in loaded.dense.stored.values():
-        if isinstance(stored, StoredWeight):
-            counts[str(stored.format)] += stored.rows * stored.columns
-        else:
-            counts[stored.dtype.lower()] += math.prod(stored.shape)
+    for stored in loaded.dense.matrices.values():
+        counts[str(stored.format)] += stored.rows * stored.columns
+    for entry in loaded.dense.floats.values():
+        counts[entry.dtype.lower()] += math.prod(entry.shape)
     for layout in loaded.disk.layouts.values():
         for matrix in layout.matrices:
             counts[str(matrix.format)] += matrix.rows * matrix.columns

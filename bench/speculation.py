@@ -48,7 +48,8 @@ from generate.proposers import Proposers
 from generate.sampler import Sampler, uniform
 from load.model import load_model
 from settings import EMBEDDED_SNAPSHOT, Settings
-from snapshot.config import read_config, read_json_object
+from snapshot.config import read_config
+from snapshot.reader import read_json_object
 from text.prompt import PromptPrefix, shared_prefix_length
 from text.tokenizer import TextTokenizer
 

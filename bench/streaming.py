@@ -67,9 +67,9 @@ from experts.route_trace import read_trace
 from machine.arena import Arena
 from machine.memory import cgroup_folders
 from settings import EMBEDDED_SNAPSHOT, VARIABLES, Settings
-from snapshot.config import read_config, read_json_object
+from snapshot.config import read_config
 from snapshot.index import read_index
-from snapshot.reader import FileReader
+from snapshot.reader import FileReader, read_json_object
 
 ROOT = Path(__file__).resolve().parents[1]
 REFERENCE = "reference"

@@ -36,8 +36,8 @@ from dev.synthetic.text import topic_ids, uniform_ids
 from errors import Refused
 from kernels.formats import FORMATS, MXFP4
 from scripts.container import shard_num_bytes, write_shard
-from snapshot.config import ConfigFields
-from snapshot.families.glm_moe_dsa import parse_config
+from snapshot.config import parse_model_config
+from snapshot.config_fields import ConfigFields
 
 SOURCE = "dev/make_synthetic.py"
 SMALLS_OWN = ("hidden", "moe_width", "active", "index_topk")
@@ -78,7 +78,7 @@ def fill_in(args):
     args.active = min(args.active, args.experts)
     args.report_tokens = min(args.report_tokens, args.prompt + args.tokens)
     config = make_config(args.name, args)
-    parse_config(ConfigFields(config, "the engine runs no model of these sizes"))
+    parse_model_config(ConfigFields(config, "the engine runs no model of these sizes"))
     return config
 
 

@@ -27,9 +27,8 @@ from errors import Refused, shorten, show
 from experts.policy import STEADY, ExpertKey
 from experts.route_trace import is_list_of_counts
 from machine.files import save_text
-from snapshot.config import parse_json_object
 from snapshot.dense import DenseTensors
-from snapshot.reader import open_file, read_file
+from snapshot.reader import open_file, parse_json_object, read_file
 
 VERSION = 1
 ROUTER_BYTES = 1 << 16  # enough of a router to tell two trainings of one architecture apart
@@ -110,7 +109,7 @@ def identify(opened: Any) -> str:
     parts: list[bytes | bytearray] = [read_file(opened.folder / "config.json"), sizes.encode()]
     for layer in opened.config.sparse_layers[:1]:
         name, _ = opened.dense.layer_tables(layer)["router"]["router"]
-        entry = opened.dense.stored[name]
+        entry = opened.dense.floats[name]
         parts.append(router := bytearray(min(entry.num_bytes, ROUTER_BYTES)))
         opened.reader.read_into(entry.path, entry.offset, memoryview(router), f"tensor {name}")
     digest = hashlib.sha256()

@@ -27,8 +27,7 @@ from errors import Refused, shorten
 from experts.usage import file_sizes, identify
 from kernels.dispatch import all_finite
 from machine.files import atomic_write
-from snapshot.config import parse_json_object
-from snapshot.reader import open_file, read_file
+from snapshot.reader import open_file, parse_json_object, read_file
 from text.prompt import shared_prefix_length
 
 VERSION = 1

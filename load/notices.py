@@ -15,7 +15,7 @@ from snapshot.dense import DenseTensors
 
 def lossy_options(settings: Any, num_active: int, dense: DenseTensors, disk: ExpertDisk) -> tuple[str, ...]:
     """The user's options that change answers, in words. num_active: active experts of a token by config.json."""
-    quantizes_dense = any(dense.packs(stored, settings.dense_bits) for stored in dense.matrices)
+    quantizes_dense = any(dense.quantizes(stored, settings.dense_bits) for stored in dense.matrices.values())
     lossy = [
         f"{which} weights are quantized to {bits} bits at load, in groups of {GROUP} columns"
         for which, bits, quantizes in (
@@ -40,11 +40,11 @@ def format_notices(settings: Any, dense: DenseTensors, disk: ExpertDisk) -> Iter
     ends = {"embedding": dense.embed_name, "head": dense.head_name}
     mtp_names = dense.mtp_names
     not_layers = {*ends.values(), *mtp_names}
-    of_layers = dict.fromkeys(stored.format for stored in dense.matrices if stored.name not in not_layers)
+    of_layers = dict.fromkeys(stored.format for stored in dense.matrices.values() if stored.name not in not_layers)
     of_experts = disk.formats(dense.config.sparse_layers)
-    of_mtp = [stored.format for stored in dense.matrices if stored.name in mtp_names]
+    of_mtp = [stored.format for stored in dense.matrices.values() if stored.name in mtp_names]
     formats = {"experts": of_experts, "dense": of_layers}
-    formats |= {which: [dense.stored[name].format] for which, name in ends.items()}
+    formats |= {which: [dense.matrices[name].format] for which, name in ends.items()}
     formats["MTP layer"] = dict.fromkeys([*of_mtp, *disk.formats(dense.mtp_layers)])
     line = " | ".join(f"{which} {', '.join(map(str, found))}" for which, found in formats.items() if found)
     if any(fmt.is_integer for found in formats.values() for fmt in found):
@@ -65,7 +65,7 @@ def mtp_notices(dense: DenseTensors) -> Iterator[str]:
         yield f"[MTP] no draft tokens from the MTP layer: {dense.mtp_problem}"
         return
     names = {name for name, _ in dense.layer_tables(dense.config.num_layers)["mtp"].values()}
-    if any(str(stored.format) == "int4-row" for stored in dense.matrices if stored.name in names):
+    if any(str(stored.format) == "int4-row" for stored in dense.matrices.values() if stored.name in names):
         yield "[MTP] the layer's input projection is int4 with one scale a row: few of its draft tokens are accepted"
 
 

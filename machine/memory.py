@@ -1,8 +1,9 @@
-"""How much RAM there is: what host and cgroup leave, and what this process holds. Bytes everywhere."""
+"""Memory of the host, of the cgroups and of this process, in bytes."""
 
 import resource
 import sys
 import time
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -10,24 +11,24 @@ import psutil
 
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 CGROUP_SELF = Path("/proc/self/cgroup")
-LOOK_SECONDS = 0.25  # between two looks of a guard: reading the cgroups takes some tenths of a millisecond
-MARGIN = 0.01  # of the budget that host and cgroups should have left
+CHECK_SECONDS = 0.25  # between two checks of a guard: reading the cgroups takes some tenths of a millisecond
+MARGIN = 0.01  # of the budget, which host and cgroups should have left
 UNLIMITED = 1 << 60  # cgroup v1 writes "no limit" as a number near 2^63
 
 
-def rss_bytes():
-    """Resident memory of this process."""
+def rss_bytes() -> int:
+    """Resident set size of this process."""
     return psutil.Process().memory_info().rss
 
 
-def peak_rss_bytes():
-    """The most this process ever held; the kernel counts it in KiB, macOS in bytes."""
+def peak_rss_bytes() -> int:
+    """Peak resident set size; Linux counts it in KiB, macOS in bytes."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def available_bytes():
-    """The least of what the host and every cgroup above us leave; None when nothing can be read."""
+def available_bytes() -> int | None:
+    """The least that the host, our cgroup and its ancestors have left; None if nothing can be read."""
     candidates = []
     with suppress(OSError, ValueError):  # a host without a readable /proc/meminfo
         candidates.append(psutil.virtual_memory().available)
@@ -36,41 +37,46 @@ def available_bytes():
 
 
 class MemoryGuard:
-    """Watches that the process stays within its budget, and that host and cgroups have memory left, whoever took it."""
+    """Keeps the process within its memory budget, and some memory of host and cgroups free, whoever uses it."""
 
-    def __init__(self, budget_bytes, clock=time.monotonic):
-        self.budget_bytes, self.clock, self.next_look = budget_bytes, clock, 0.0
+    budget_bytes: int
+    clock: Callable[[], float]
+    next_check: float  # by the clock
 
-    def spare_bytes(self):
-        """Bytes that may still be taken, below 0 those to give back; None when the last look was just now."""
+    def __init__(self, budget_bytes: int, clock: Callable[[], float] = time.monotonic):
+        self.budget_bytes = budget_bytes
+        self.clock = clock
+        self.next_check = 0.0
+
+    def spare_bytes(self) -> int | None:
+        """Bytes that may still be used; negative: bytes to release; None if the last check was just now."""
         now = self.clock()
-        if now < self.next_look:
+        if now < self.next_check:
             return None
-        self.next_look = now + LOOK_SECONDS
+        self.next_check = now + CHECK_SECONDS
         spare, available = self.budget_bytes - rss_bytes(), available_bytes()
         return spare if available is None else min(spare, available - int(MARGIN * self.budget_bytes))
 
 
-def cgroup_usage():
-    """(limit, bytes that count against it) of every limited cgroup from ours up to the root, v2 and v1.
+def cgroup_usage() -> list[tuple[int, int]]:
+    """(limit, bytes in use) of every limited cgroup from ours up to the root, v2 and v1.
 
-    Inactive file pages are given back under pressure, so they are not held against us.
+    Inactive file pages are reclaimed under pressure, so they do not count as used.
     """
-    out = []
+    usage = []
     v2 = ("memory.max", "memory.current", "inactive_file")
     v1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
     for folder, is_v2 in cgroup_folders("memory"):
         limit_name, used_name, inactive_key = v2 if is_v2 else v1
-        limit = read_number(folder / limit_name)
-        used = read_number(folder / used_name)
-        if limit is None or used is None or limit >= UNLIMITED:
-            continue
-        out.append((limit, used - read_stat(folder / "memory.stat", inactive_key)))
-    return out
+        limit = read_cgroup_number(folder / limit_name)
+        used = read_cgroup_number(folder / used_name)
+        if limit is not None and used is not None and limit < UNLIMITED:
+            usage.append((limit, used - read_cgroup_stat(folder / "memory.stat", inactive_key)))
+    return usage
 
 
-def cgroup_folders(controller):
-    """(folder, whether it is of version 2) for our cgroup and each ancestor, in both hierarchies."""
+def cgroup_folders(controller: str) -> Iterator[tuple[Path, bool]]:
+    """(folder, whether it is of version 2) of our cgroup and each ancestor, in both hierarchies."""
     try:
         lines = CGROUP_SELF.read_text().splitlines()
     except OSError:
@@ -85,7 +91,7 @@ def cgroup_folders(controller):
         else:
             continue
         folder = root / path.lstrip("/")
-        # In a container the path may name a place outside its own view; the root of the view then holds the limit.
+        # In a container the path may point outside of what it can see; the visible root then holds the limit.
         while True:
             yield folder, is_v2
             if folder == root or root not in folder.parents:
@@ -93,7 +99,7 @@ def cgroup_folders(controller):
             folder = folder.parent
 
 
-def read_number(path):
+def read_cgroup_number(path: Path) -> int | None:
     try:
         text = path.read_text().strip()
     except OSError:
@@ -101,7 +107,8 @@ def read_number(path):
     return int(text) if text.isdigit() else None
 
 
-def read_stat(path, key):
+def read_cgroup_stat(path: Path, key: str) -> int:
+    """One value of a file of `key value` lines; 0 if it is not there."""
     with suppress(OSError, ValueError):
         for line in path.read_text().splitlines():
             name, _, value = line.partition(" ")

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from errors import Refused
 from load.model import OpenedSnapshot
 from machine.fields import FieldReader
-from snapshot.config import read_json_object
+from snapshot.reader import read_json_object
 
 if TYPE_CHECKING:
     from settings import Settings

@@ -244,8 +244,11 @@ def compare_item(
     for start, stop in row_blocks(stored.rows, stored.columns):
         source = read_stored_weight(conversion.reader, item.stored.slice_rows(start, stop)).dequantize()
         weight = read_stored_weight(reader, stored.slice_rows(start, stop))
-        codes = quantize_with_scales(source, weight.scales, item.target)
-        if weight.format != item.target or not torch.equal(codes, weight.data):
+        if (
+            weight.format != item.target
+            or weight.scales is None
+            or not torch.equal(quantize_with_scales(source, weight.scales, item.target), weight.data)
+        ):
             problem = f"{item.name}: its codes are not those of the source"
         error += (weight.dequantize() - source).square_().sum(dtype=torch.float64).item()
         power += source.square().sum(dtype=torch.float64).item()

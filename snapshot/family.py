@@ -1,35 +1,42 @@
-"""What makes a model type: how its config.json is read, and the names and shapes of its tensors.
+"""Family: how a model type parses its config.json, and the names and shapes of its tensors.
 
-Most families name alike, so the names are here, and families/<model_type>.py says what differs. A table maps the
-engine's word to (tensor name, shape); rows first.
+Most families share their names, so those are here; families/<model_type>.py states the differences. A TensorTable maps
+the engine's word for a tensor to its name and shape, [out, in] for matrices.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from snapshot.config import ModelConfig
+from snapshot.config_fields import ConfigFields
+from snapshot.index import TensorIndex
+
+TensorTable = dict[str, tuple[str, tuple[int, ...]]]
+MLP_NAMES = ("gate_proj", "up_proj", "down_proj")
+
 
 @dataclass(frozen=True)
 class Family:
-    """One model type. parse_config: Fields -> ModelConfig, with the defaults of transformers."""
+    """One model type."""
 
-    parse_config: Callable
-    moe: str = "mlp."  # where a layer has its router and its experts, one by one
-    router: str = "gate"
-    experts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-    alternates: bool = False  # with all experts of a layer in two tensors: gate and up by turns, [in, out]
-    # Other spellings of a part of a name: snapshots with all experts of a layer in two tensors may name so.
-    aliases: tuple[tuple[str, str], ...] = ()
+    parse_config: Callable[[ConfigFields], ModelConfig]  # with the defaults of transformers
+    moe_prefix: str = "mlp."  # of the router and of experts in tensors of their own
+    router_name: str = "gate"
+    expert_names: tuple[str, str, str] = MLP_NAMES
+    is_gate_up_interleaved: bool = False  # fused experts: gate and up columns alternate, [in, out]
+    # (part of a name, the same in snapshots with fused experts)
+    alias: tuple[str, str] = ("", "")
 
-    def resolve(self, table, index):
+    def resolve_aliases(self, table: TensorTable, index: TensorIndex) -> TensorTable:
         """The table with the spelling that the snapshot has."""
-        return {word: (self.spelling(name, index), shape) for word, (name, shape) in table.items()}
+        resolved = {}
+        for word, (name, shape) in table.items():
+            other = name.replace(*self.alias)
+            resolved[word] = (other if name not in index and other in index else name), shape
+        return resolved
 
-    def spelling(self, name, index):
-        others = (name.replace(usual, other) for usual, other in self.aliases)
-        return name if name in index else next((other for other in others if other in index), name)
-
-    def model_tensors(self, c):
-        table = {
+    def model_tensors(self, c: ModelConfig) -> TensorTable:
+        table: TensorTable = {
             "embed": ("model.embed_tokens.weight", (c.vocab_size, c.hidden_size)),
             "norm": ("model.norm.weight", (c.hidden_size,)),
         }
@@ -37,41 +44,42 @@ class Family:
             table["lm_head"] = ("lm_head.weight", (c.vocab_size, c.hidden_size))
         return table
 
-    def layer_prefix(self, layer):
+    def layer_prefix(self, layer: int) -> str:
         return f"model.layers.{layer}."
 
-    def mtp_tensor(self, layer):
-        """The tensor that tells a multi-token-prediction layer from one more of the main series."""
+    def mtp_projection(self, layer: int) -> str:
+        """The tensor that distinguishes an MTP layer from an ordinary one."""
         return self.layer_prefix(layer) + "eh_proj.weight"
 
-    def mtp_tensors(self, c, layer):
-        """What the multi-token-prediction layer has beside a sparse layer's tensors."""
-        prefix, D = self.layer_prefix(layer), c.hidden_size
+    def mtp_tensors(self, c: ModelConfig, layer: int) -> TensorTable:
+        """Tensors of the multi-token-prediction layer beside those of a sparse layer."""
+        prefix = self.layer_prefix(layer)
+        D = c.hidden_size
         return {
-            "input_proj": (self.mtp_tensor(layer), (D, 2 * D)),  # embedding half first
+            "input_proj": (self.mtp_projection(layer), (D, 2 * D)),  # embedding half first
             "embed_norm": (prefix + "enorm.weight", (D,)),
             "hidden_norm": (prefix + "hnorm.weight", (D,)),
             "norm": (prefix + "shared_head.norm.weight", (D,)),
         }
 
-    def mtp_own_tensors(self, c, layer):
-        """Copies of the model's embedding and head that an MTP layer may bring; absent in most snapshots."""
+    def mtp_own_tensors(self, c: ModelConfig, layer: int) -> TensorTable:
+        """The MTP layer's own embedding and head; absent in most snapshots, which share the model's."""
         shape = (c.vocab_size, c.hidden_size)
         return {
             "embed": (self.layer_prefix(layer) + "embed_tokens.weight", shape),
             "lm_head": (self.layer_prefix(layer) + "shared_head.head.weight", shape),
         }
 
-    def attention_tensors(self, c, layer):
+    def attention_tensors(self, c: ModelConfig, layer: int) -> TensorTable:
         prefix = self.layer_prefix(layer)
-        norms = {
+        norms: TensorTable = {
             "input_norm": (prefix + "input_layernorm.weight", (c.hidden_size,)),
             "post_norm": (prefix + "post_attention_layernorm.weight", (c.hidden_size,)),
         }
         return norms | (mla_tensors if c.attention == "mla" else gqa_tensors)(c, prefix + "self_attn.")
 
-    def indexer_tensors(self, c, layer):
-        """Those of a layer that runs an indexer; of a family without any nothing."""
+    def indexer_tensors(self, c: ModelConfig, layer: int) -> TensorTable:
+        """The DSA indexer of a layer; empty for a model without indexers."""
         prefix = self.layer_prefix(layer) + "self_attn.indexer."
         if not c.indexer_types:
             return {}
@@ -83,51 +91,51 @@ class Family:
             "head_weights": (prefix + "weights_proj.weight", (c.index_num_heads, c.hidden_size)),
         }
 
-    def dense_tensors(self, c, layer):
+    def dense_mlp_tensors(self, c: ModelConfig, layer: int) -> TensorTable:
         return mlp_tensors(c, self.layer_prefix(layer) + "mlp.", c.intermediate_size)
 
-    def shared_expert_tensors(self, c, layer):
+    def shared_expert_tensors(self, c: ModelConfig, layer: int) -> TensorTable:
         width = c.moe_intermediate_size * c.num_shared_experts
-        return mlp_tensors(c, self.layer_prefix(layer) + self.moe + "shared_experts.", width)
+        return mlp_tensors(c, self.layer_prefix(layer) + self.moe_prefix + "shared_experts.", width)
 
-    def router_tensors(self, c, layer):
-        prefix = self.layer_prefix(layer) + self.moe + self.router
-        table = {"router": (prefix + ".weight", (c.num_experts, c.hidden_size))}
+    def router_tensors(self, c: ModelConfig, layer: int) -> TensorTable:
+        prefix = self.layer_prefix(layer) + self.moe_prefix + self.router_name
+        table: TensorTable = {"router": (prefix + ".weight", (c.num_experts, c.hidden_size))}
         if c.router == "sigmoid":
             table["router_bias"] = (prefix + ".e_score_correction_bias", (c.num_experts,))
         if c.router_has_bias:
             table["logit_bias"] = (prefix + ".bias", (c.num_experts,))
         return table
 
-    def expert_tensors(self, c, layer, expert):
-        """One tensor for each matrix of an expert, the published naming of most."""
-        prefix = f"{self.layer_prefix(layer)}{self.moe}experts.{expert}."
-        return mlp_tensors(c, prefix, c.moe_intermediate_size, self.experts)
+    def expert_tensors(self, c: ModelConfig, layer: int, expert: int) -> TensorTable:
+        """One routed expert in tensors of its own, as most families publish it."""
+        prefix = f"{self.layer_prefix(layer)}{self.moe_prefix}experts.{expert}."
+        return mlp_tensors(c, prefix, c.moe_intermediate_size, self.expert_names)
 
-    def expert_biases(self, c, layer):
-        """Of all experts of a layer together; they stay in memory."""
-        prefix, E = self.layer_prefix(layer) + "mlp.experts.", c.num_experts
+    def expert_bias_tensors(self, c: ModelConfig, layer: int) -> TensorTable:
+        """Biases of all experts of a layer; they stay in memory."""
+        prefix = self.layer_prefix(layer) + "mlp.experts."
+        E = c.num_experts
         return {
             "gate_up": (prefix + "gate_up_proj_bias", (E, 2 * c.moe_intermediate_size)),
             "down": (prefix + "down_proj_bias", (E, c.hidden_size)),
         }
 
-    def fused_expert_tensors(self, c, layer):
-        """All experts of a layer in two tensors: how transformers keeps them in memory. snapshot/fused.py takes them
-        apart."""
+    def fused_expert_tensors(self, c: ModelConfig, layer: int) -> TensorTable:
+        """All experts of a layer in two tensors, as transformers 5 holds them; split by snapshot/fused.py."""
         prefix = self.layer_prefix(layer) + "mlp.experts."
         E, D, W = c.num_experts, c.hidden_size, c.moe_intermediate_size
         return {
-            "gate_up": (prefix + "gate_up_proj", (E, D, 2 * W) if self.alternates else (E, 2 * W, D)),
-            "down": (prefix + "down_proj", (E, W, D) if self.alternates else (E, D, W)),
+            "gate_up": (prefix + "gate_up_proj", (E, D, 2 * W) if self.is_gate_up_interleaved else (E, 2 * W, D)),
+            "down": (prefix + "down_proj", (E, W, D) if self.is_gate_up_interleaved else (E, D, W)),
         }
 
-    def packed_expert_tensors(self, c, layer):
-        """The same in MXFP4, of families that are published so: blocks of 32 columns, and a scale for each."""
-        if not self.alternates:
+    def mxfp4_expert_tensors(self, c: ModelConfig, layer: int) -> TensorTable:
+        """Fused experts in MXFP4, as gpt-oss publishes them: blocks of 32 columns with a scale each."""
+        if not self.is_gate_up_interleaved:
             return {}
         prefix = self.layer_prefix(layer) + "mlp.experts."
-        table = {}
+        table: TensorTable = {}
         for word, rows, columns in (
             ("gate_up", 2 * c.moe_intermediate_size, c.hidden_size),
             ("down", c.hidden_size, c.moe_intermediate_size),
@@ -138,10 +146,11 @@ class Family:
         return table
 
 
-def mla_tensors(c, prefix):
-    """Queries through a latent, or straight from the hidden state; keys and values through a latent."""
-    q_width, kv_width = c.num_heads * c.qk_head_dim, c.num_heads * (c.nope_head_dim + c.v_head_dim)
-    table = {
+def mla_tensors(c: ModelConfig, prefix: str) -> TensorTable:
+    """MLA: keys and values through a latent; queries through one too, or projected directly."""
+    q_width = c.num_heads * c.qk_head_dim
+    kv_width = c.num_heads * (c.nope_head_dim + c.v_head_dim)
+    table: TensorTable = {
         "kv_a": (prefix + "kv_a_proj_with_mqa.weight", (c.kv_lora_rank + c.rope_head_dim, c.hidden_size)),
         "kv_a_norm": (prefix + "kv_a_layernorm.weight", (c.kv_lora_rank,)),
         "kv_b": (prefix + "kv_b_proj.weight", (kv_width, c.kv_lora_rank)),
@@ -165,9 +174,10 @@ def mla_tensors(c, prefix):
     return table
 
 
-def gqa_tensors(c, prefix):
-    q_width, k_width, v_width = c.num_heads * c.qk_head_dim, *c.kv_widths
-    table = {
+def gqa_tensors(c: ModelConfig, prefix: str) -> TensorTable:
+    q_width = c.num_heads * c.qk_head_dim
+    k_width, v_width = c.kv_widths
+    table: TensorTable = {
         "q": (prefix + "q_proj.weight", (q_width, c.hidden_size)),
         "k": (prefix + "k_proj.weight", (k_width, c.hidden_size)),
         "v": (prefix + "v_proj.weight", (v_width, c.hidden_size)),
@@ -182,17 +192,15 @@ def gqa_tensors(c, prefix):
     if c.output_bias:
         table["o_bias"] = (prefix + "o_proj.bias", (c.hidden_size,))
     if c.qk_norm:
-        is_head = c.qk_norm == "head"
-        table |= {
-            "q_norm": (prefix + "q_norm.weight", (c.qk_head_dim if is_head else q_width,)),
-            "k_norm": (prefix + "k_norm.weight", (c.qk_head_dim if is_head else k_width,)),
-        }
+        q_norm, k_norm = (c.qk_head_dim, c.qk_head_dim) if c.qk_norm == "head" else (q_width, k_width)
+        table["q_norm"] = (prefix + "q_norm.weight", (q_norm,))
+        table["k_norm"] = (prefix + "k_norm.weight", (k_norm,))
     if c.has_sinks:
         table["sinks"] = (prefix + "sinks", (c.num_heads,))
     return table
 
 
-def mlp_tensors(c, prefix, width, names=("gate_proj", "up_proj", "down_proj")):
+def mlp_tensors(c: ModelConfig, prefix: str, width: int, names: tuple[str, str, str] = MLP_NAMES) -> TensorTable:
     gate, up, down = names
     return {
         "gate": (f"{prefix}{gate}.weight", (width, c.hidden_size)),

@@ -1,38 +1,40 @@
-"""Which bytes of a snapshot mean which weight format. The formats themselves are in kernels/formats.py.
+"""The weight format of each matrix of a snapshot, and where its bytes lie. kernels/formats.py defines the formats.
 
-A matrix X comes as one of
+A matrix X is stored as
 
     X of dtype BF16, F16 or F32                      as published
     X of dtype F8_E4M3 with X_scale_inv              FP8 checkpoints, blocks of 128 x 128
-    X of dtype U8 with X.qs                          containers; X flat, so [out, in] comes from config.json
+    X of dtype U8 with X.qs                          containers; X is flat, config.json gives [out, in]
 
-or lies with others in a larger tensor, as snapshot/fused.py says.
+or inside a larger tensor (snapshot/fused.py).
 
-A container names its formats in the metadata of its files (FORMATS_KEY). Where it does not, as in all that the C engine
-wrote, byte counts tell them apart, in the order in which the C engine tries.
+A container declares its formats in the metadata of its files (FORMATS_KEY). Without it, as in containers of the C
+engine, byte counts identify them, in the order in which the C engine tries.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NoReturn
 
 from errors import Refused, shorten, show
 from kernels.formats import BLOCK, FLOATS, FORMATS, FP8, GROUPS, MXFP4, WeightFormat
 from kernels.weight import RowSelection
-from snapshot.index import TensorEntry
+from snapshot.index import TensorEntry, TensorIndex
 
 SCALES = ".qs"
 FP8_SCALES = "_scale_inv"
-E8_COLUMNS, E8_BYTES = 256, 98
+E8_COLUMNS = 256
+E8_BYTES = 98
 
-
-# What byte counts may be taken for, the first match first: groups of other sizes than 64 exist with 4 bits alone.
-UNSTAMPED = [FORMATS[name] for name in ("int8-row int8-g64 int4-row int2-row int2-g64 int3-g64").split()]
-UNSTAMPED += [FORMATS[f"int4-g{group}"] for group in GROUPS]
+# Formats that byte counts may mean, the first match first: group sizes other than 64 exist with 4 bits alone.
+INFERRED_FORMATS = [FORMATS[name] for name in "int8-row int8-g64 int4-row int2-row int2-g64 int3-g64".split()]
+INFERRED_FORMATS += [FORMATS[f"int4-g{group}"] for group in GROUPS]
 
 
 @dataclass(frozen=True, slots=True)
 class StoredWeight:
-    """A matrix in the files: its format, and where its data and scales lie, or those of the larger one it is in."""
+    """A matrix in the files: its format and the byte ranges of its data and scales, or of the matrix it is within."""
 
     name: str
     format: WeightFormat
@@ -43,17 +45,17 @@ class StoredWeight:
     within: RowSelection | None = None
 
     @property
-    def entries(self):
-        """The tensors it consists of."""
+    def entries(self) -> tuple[TensorEntry, ...]:
+        """Data, then scales if there are any."""
         return (self.data,) if self.scales is None else (self.data, self.scales)
 
     @property
-    def num_bytes(self):
-        """Bytes in the files, and in memory when kept as stored."""
+    def num_bytes(self) -> int:
+        """Bytes in the files, and in memory if kept as stored."""
         return sum(entry.num_bytes for entry in self.entries)
 
-    def slice_rows(self, start, stop):
-        """Rows start .. stop alone; of an fp8 matrix start must begin a block."""
+    def slice_rows(self, start: int, stop: int) -> "StoredWeight":
+        """Weight rows start .. stop; of an FP8 matrix start must begin a block."""
         if self.within:
             return replace(self, rows=stop - start, within=self.within.skip(start))
         scales, rows = self.scales, stop - start
@@ -67,38 +69,39 @@ class StoredWeight:
         return replace(self, rows=rows, data=data, scales=scales)
 
 
-def slice_bytes(entry, start, num_bytes):
-    """Some bytes of a tensor; the shape no longer means anything."""
+def slice_bytes(entry: TensorEntry, start: int, num_bytes: int) -> TensorEntry:
+    """A byte range of a tensor; its shape means nothing."""
     return replace(entry, offset=entry.offset + start, num_bytes=num_bytes, shape=())
 
 
-def find_stored_weight(index, name, shape):
-    """The matrix `name` of `shape` [out, in] -> StoredWeight, in whatever format it is. Refused if it is none."""
+def find_stored_weight(index: TensorIndex, name: str, shape: tuple[int, ...]) -> StoredWeight:
+    """The matrix `name` of `shape` [out, in] in whatever format it is stored. Refused if none fits."""
+    rows, columns = shape
     if name + SCALES in index:
-        return container_weight(index, name, *shape)
+        return find_packed_weight(index, name, rows, columns)
     if index.dtype_of(name) == "F8_E4M3":
-        return fp8_weight(index, name, *shape)
+        return find_fp8_weight(index, name, rows, columns)
     entry = index.find_checked(name, shape)
-    return StoredWeight(name, FLOATS[entry.dtype], *shape, entry)
+    return StoredWeight(name, FLOATS[entry.dtype], rows, columns, entry)
 
 
-def fp8_weight(index, name, rows, columns):
-    """float8 e4m3 beside its block scales, as in published FP8 checkpoints."""
-    blocks = FP8.scale_shape(rows, columns)
+def find_fp8_weight(index: TensorIndex, name: str, rows: int, columns: int) -> StoredWeight:
+    """float8 e4m3 with block scales, as in published FP8 checkpoints."""
     if name + FP8_SCALES not in index:
         raise index.incomplete(f"tensor {name} is FP8 and its scales {name + FP8_SCALES} are missing")
     scales = index.find_entry(name + FP8_SCALES)
     if scales.dtype in ("F8_E8M0", "U8"):
         raise Refused(f"{scales.path}: tensor {scales.name} holds UE8M0 scales, which this engine does not read")
-    scales = index.find_checked(scales.name, blocks)
-    return StoredWeight(name, FP8, rows, columns, index.find_checked(name, (rows, columns), ("F8_E4M3",)), scales)
+    scales = index.find_checked(scales.name, FP8.scale_shape(rows, columns))
+    data = index.find_checked(name, (rows, columns), ("F8_E4M3",))
+    return StoredWeight(name, FP8, rows, columns, data, scales)
 
 
-def container_weight(index, name, rows, columns):
-    """Packed bytes X with scales X.qs, told apart by a stamp or by how many there are."""
+def find_packed_weight(index: TensorIndex, name: str, rows: int, columns: int) -> StoredWeight:
+    """Packed bytes X with scales X.qs; the format is declared by the file or inferred from byte counts."""
     data, scales = index.find_entry(name), index.find_entry(name + SCALES)
 
-    def refuse(problem):
+    def refuse(problem: str) -> NoReturn:
         raise Refused(f"{data.path}: tensor {name} {problem}; config.json asks for {rows} x {columns} weights")
 
     if data.dtype not in ("U8", "I8"):
@@ -106,13 +109,13 @@ def container_weight(index, name, rows, columns):
     if len(data.shape) > 1 and data.shape[0] != rows:
         refuse(f"has shape {show(list(data.shape))}")
     num_scales = math.prod(scales.shape)
-    stamp = index.declared_format(name)
-    if stamp is not None:
-        if stamp not in FORMATS or not FORMATS[stamp].has_scales:
-            refuse(f"is stamped {show(stamp)}, which is no packed format this engine reads")
-        fmt = FORMATS[stamp]
+    declared = index.declared_format(name)
+    if declared is not None:
+        if declared not in FORMATS or not FORMATS[declared].has_scales:
+            refuse(f"is declared as {show(declared)}, which is no packed format this engine reads")
+        fmt = FORMATS[declared]
         if data.num_bytes != rows * fmt.row_bytes(columns) or num_scales != math.prod(fmt.scale_shape(rows, columns)):
-            refuse(f"is stamped {fmt} and has {data.num_bytes} bytes and {num_scales} scales, which do not fit")
+            refuse(f"is declared as {fmt} and has {data.num_bytes} bytes and {num_scales} scales, which do not fit")
     else:
         fmt = infer_format(data.num_bytes, num_scales, scales.dtype, rows, columns, refuse)
     dtypes = ("F32",) if fmt is FP8 else ("U8",) if fmt is MXFP4 else ("F32", "F16")
@@ -121,15 +124,17 @@ def container_weight(index, name, rows, columns):
     return StoredWeight(name, fmt, rows, columns, data, scales)
 
 
-def infer_format(num_bytes, num_scales, scale_dtype, rows, columns, refuse):
-    """Byte and scale counts -> Format. The first kind whose bytes match it is; then the scales must match too."""
+def infer_format(
+    num_bytes: int, num_scales: int, scale_dtype: str, rows: int, columns: int, refuse: Callable[[str], NoReturn]
+) -> WeightFormat:
+    """Byte and scale counts -> WeightFormat. The bytes decide the number of bits, then the scales the group size."""
     if num_scales == 1 and columns % E8_COLUMNS == 0 and num_bytes == rows * columns // E8_COLUMNS * E8_BYTES:
         refuse("is in the E8 lattice format, which this engine does not read")
     for bits in (8, 4, 2, 3):
-        kind = [fmt for fmt in UNSTAMPED if fmt.bits == bits]
-        if num_bytes != rows * kind[0].row_bytes(columns):
+        candidates = [fmt for fmt in INFERRED_FORMATS if fmt.bits == bits]
+        if num_bytes != rows * candidates[0].row_bytes(columns):
             continue
-        for fmt in (*kind, FP8) if bits == 8 else kind:
+        for fmt in (*candidates, FP8) if bits == 8 else candidates:
             if num_scales == math.prod(fmt.scale_shape(rows, columns)):
                 if fmt is FP8 and scale_dtype in ("F8_E8M0", "U8"):
                     refuse("has UE8M0 scales, which this engine does not read")

@@ -1,57 +1,70 @@
-"""All experts of a layer in a few tensors of three dimensions or more -> the matrices of one of them.
+"""Fused experts, all of a layer in a few tensors -> the matrices of one expert.
 
 gate_up_proj [E, 2 W, D], down_proj [E, D, W]         gate rows before up rows
-gate_up_proj [E, D, 2 W], down_proj [E, W, D]         gpt_oss: [in, out], gate and up by turns
+gate_up_proj [E, D, 2 W], down_proj [E, W, D]         gpt_oss: [in, out], gate and up columns alternate
 gate_up_proj_blocks [E, 2 W, D / 32, 16], _scales [E, 2 W, D / 32], the same of down_proj
-                                                      gpt_oss as published: MXFP4, gate and up rows by turns
+                                                      gpt_oss as published: MXFP4, gate and up rows alternate
+
+E experts, W expert width, D model width.
 """
+
+from collections.abc import Callable
 
 from errors import Refused
 from kernels.formats import FLOATS, MXFP4
 from kernels.weight import RowSelection
+from snapshot.config import ModelConfig
+from snapshot.family import Family
 from snapshot.formats import StoredWeight, slice_bytes
+from snapshot.index import TensorEntry, TensorIndex
 
 
-def find_fused_experts(config, family, index, layer):
-    """-> a function expert -> StoredWeights gate, up, down; None where the experts of a layer stand one by one."""
-    packed, plain = family.packed_expert_tensors(config, layer), family.fused_expert_tensors(config, layer)
-    if any(name in index for name, _ in packed.values()):
-        table, parts, dtypes = packed, packed_parts, ("U8",)
-    elif any(name in index for name, _ in plain.values()):
-        table, parts, dtypes = plain, float_parts, tuple(FLOATS)
+def find_fused_experts(
+    config: ModelConfig, family: Family, index: TensorIndex, layer: int
+) -> Callable[[int], list[StoredWeight]] | None:
+    """-> a function expert -> [gate, up, down]; None if the experts of a layer have tensors of their own."""
+    dtypes: tuple[str, ...]
+    mxfp4, floats = family.mxfp4_expert_tensors(config, layer), family.fused_expert_tensors(config, layer)
+    if any(name in index for name, _ in mxfp4.values()):
+        table, split, dtypes = mxfp4, split_mxfp4_expert, ("U8",)
+    elif any(name in index for name, _ in floats.values()):
+        table, split, dtypes = floats, split_float_expert, tuple(FLOATS)
     else:
         return None
     for expert in range(config.num_experts):
         single = family.expert_tensors(config, layer, expert)["gate"][0]
         if single in index:
             raise Refused(f"{index.folder}: layer {layer} has its experts twice, as {single} and fused")
-    entries = {word: index.find_checked(*named, dtypes) for word, named in table.items()}
-    return lambda expert: parts(config, family, entries, expert)
+    entries = {word: index.find_checked(name, shape, dtypes) for word, (name, shape) in table.items()}
+    return lambda expert: split(config, family, entries, expert)
 
 
-def part_of(entry, expert):
-    """What a tensor [experts, ...] holds of one."""
+def slice_expert(entry: TensorEntry, expert: int) -> TensorEntry:
+    """One expert of a tensor [E, ...]."""
     num_bytes = entry.num_bytes // entry.shape[0]
     return slice_bytes(entry, num_bytes * expert, num_bytes)
 
 
-def float_parts(config, family, entries, expert):
+def split_float_expert(
+    config: ModelConfig, family: Family, entries: dict[str, TensorEntry], expert: int
+) -> list[StoredWeight]:
     W, D = config.moe_intermediate_size, config.hidden_size
-    gate_up, down = entries["gate_up"], entries["down"]
-    formats = FLOATS[gate_up.dtype], FLOATS[down.dtype]
-    both, below = part_of(gate_up, expert), part_of(down, expert)
-    if family.alternates:
-        gate, up = (
-            StoredWeight(gate_up.name, formats[0], W, D, both, None, RowSelection(i, 2, 2 * W, True)) for i in (0, 1)
-        )
-        return [gate, up, StoredWeight(down.name, formats[1], D, W, below, None, RowSelection(0, 1, D, True))]
-    half = both.num_bytes // 2
-    gate, up = (StoredWeight(gate_up.name, formats[0], W, D, slice_bytes(both, start, half)) for start in (0, half))
-    return [gate, up, StoredWeight(down.name, formats[1], D, W, below)]
+    gate_up, down = slice_expert(entries["gate_up"], expert), slice_expert(entries["down"], expert)
+    fmt, down_fmt = FLOATS[gate_up.dtype], FLOATS[down.dtype]
+    if family.is_gate_up_interleaved:
+        rows = [RowSelection(i, 2, 2 * W, is_transposed=True) for i in (0, 1)]
+        gate, up = (StoredWeight(gate_up.name, fmt, W, D, gate_up, None, selection) for selection in rows)
+        return [gate, up, StoredWeight(down.name, down_fmt, D, W, down, None, RowSelection(0, 1, D, True))]
+    half = gate_up.num_bytes // 2
+    gate, up = (StoredWeight(gate_up.name, fmt, W, D, slice_bytes(gate_up, start, half)) for start in (0, half))
+    return [gate, up, StoredWeight(down.name, down_fmt, D, W, down)]
 
 
-def packed_parts(config, family, entries, expert):
+def split_mxfp4_expert(
+    config: ModelConfig, family: Family, entries: dict[str, TensorEntry], expert: int
+) -> list[StoredWeight]:
     W, D = config.moe_intermediate_size, config.hidden_size
-    both, both_scales, below, below_scales = (part_of(entry, expert) for entry in entries.values())
-    gate, up = (StoredWeight(both.name, MXFP4, W, D, both, both_scales, RowSelection(i, 2, 2 * W)) for i in (0, 1))
-    return [gate, up, StoredWeight(below.name, MXFP4, D, W, below, below_scales)]
+    gate_up, scales, down, down_scales = (slice_expert(entry, expert) for entry in entries.values())
+    rows = [RowSelection(i, 2, 2 * W) for i in (0, 1)]
+    gate, up = (StoredWeight(gate_up.name, MXFP4, W, D, gate_up, scales, selection) for selection in rows)
+    return [gate, up, StoredWeight(down.name, MXFP4, D, W, down, down_scales)]

@@ -1,34 +1,35 @@
-"""safetensors headers -> name: (file, offset, shape, dtype). Every number is checked before anything is allocated.
+"""TensorIndex: safetensors headers -> name: (file, offset, shape, dtype), checked before anything is allocated.
 
-Only headers are read here; snapshot/reader.py reads the bytes they point to.
+Only headers are read here; snapshot/reader.py reads the tensors.
 """
 
 import math
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NoReturn
 
 from errors import Refused, shorten, show
 from kernels.formats import DTYPES
-from snapshot.config import parse_json_object, read_json_object
-from snapshot.reader import open_file
+from snapshot.reader import open_file, parse_json_object, read_json_object
 
 INDEX_FILE = "model.safetensors.index.json"
-MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library itself
-MAX_DIMENSIONS = 64  # what torch can hold; it also bounds the work of multiplying them
+MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
+MAX_DIMENSIONS = 64  # torch's limit; it also bounds the work of multiplying them
 MAX_COUNT = (1 << 63) - 1
 ITEM_BYTES = {name: dtype.itemsize for name, dtype in DTYPES.items()} | {"U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E8M0": 1}
-FORMATS_KEY = "colibri.formats"  # metadata of a container: JSON, names or their beginnings -> weight formats
-# Published snapshots say how many shards there are; the C engine's converter numbers from 0 and does not. Its out-mtp-
-# and out-idx- files are numbered apart from the main series, and a model works without them.
+FORMATS_KEY = "colibri.formats"  # metadata of a container: JSON, names or prefixes of names -> weight formats
+# Published shards carry their total; those of the C engine's converter are numbered from 0 and do not. Its out-mtp- and
+# out-idx- files have numbers of their own, and a model works without them.
 SHARD = re.compile(r"(?P<stem>.*)(?P<number>[0-9]{5})(?P<tail>-of-[0-9]{5}\.safetensors)")
 OUT_SHARD = re.compile(r"(?P<stem>out-)(?P<number>[0-9]{5})(?P<tail>\.safetensors)")
 
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """Where one tensor lies: `offset` and `num_bytes` count from the start of the file."""
+    """The byte range of one tensor; `offset` counts from the start of the file."""
 
     name: str
     path: Path
@@ -38,51 +39,63 @@ class TensorEntry:
     shape: tuple[int, ...]
 
     @property
-    def item_bytes(self):
+    def item_bytes(self) -> int:
         return ITEM_BYTES[self.dtype]
 
 
 class TensorIndex:
-    """All tensors of a snapshot by name.
+    """All tensors of a snapshot by name."""
 
-    `shards` says in words which of a numbered series are there, `has_gap` that one is not. `unlisted` are files that
-    were taken because they stand in the folder, not because an index file names them. `stamps` holds, for each file
-    that has one, its table of weight formats.
-    """
+    folder: Path
+    entries: dict[str, TensorEntry]
+    formats: dict[Path, dict[str, str]]  # the weight formats that each file declares
+    shards: str  # for error messages: which of a numbered series are there
+    has_gap: bool  # a shard of the series is missing
+    unlisted: tuple[Path, ...]  # files that are in the folder, but not named by an index file
+    used_paths: set[Path]  # files of which a tensor was looked up
+    layer_prefixes: set[str]  # "model.layers.7."
 
-    def __init__(self, folder, entries, shards="", has_gap=False, unlisted=(), stamps=None):
-        self.folder, self.entries, self.stamps = folder, entries, stamps or {}
+    def __init__(
+        self,
+        folder: Path,
+        entries: dict[str, TensorEntry],
+        formats: dict[Path, dict[str, str]],
+        shards: str,
+        has_gap: bool,
+        unlisted: tuple[Path, ...],
+    ):
+        self.folder, self.entries, self.formats = folder, entries, formats
         self.shards, self.has_gap, self.unlisted = shards, has_gap, unlisted
-        self.used = set()  # files of which a tensor was asked for
-        self.layers = {".".join(name.split(".")[:3]) + "." for name in entries}  # "model.layers.7."
+        self.used_paths = set()
+        self.layer_prefixes = {".".join(name.split(".")[:3]) + "." for name in entries}
 
-    def __contains__(self, name):
+    def __contains__(self, name: str) -> bool:
         return name in self.entries
 
-    def has_layer(self, prefix):
-        """Whether any tensor of a layer is there; `prefix` as the family's layer_prefix gives it."""
-        return prefix in self.layers
+    def has_layer(self, prefix: str) -> bool:
+        """True if any tensor of a layer is there; `prefix` as from Family.layer_prefix."""
+        return prefix in self.layer_prefixes
 
-    def dtype_of(self, name):
-        """The dtype of a tensor, None where it is missing."""
+    def dtype_of(self, name: str) -> str | None:
+        """The dtype of a tensor, None if it is missing."""
         return self.entries[name].dtype if name in self.entries else None
 
-    def declared_format(self, name):
-        """The format that the file of a tensor says it has, for it by name or for all that begin like it; or None."""
-        stamps, parts = self.stamps.get(self.entries[name].path, {}), name.split(".")
+    def declared_format(self, name: str) -> str | None:
+        """The format that the metadata declares for a tensor, by its name or the longest prefix up to a dot."""
+        formats, parts = self.formats[self.entries[name].path], name.split(".")
         names = [name, *(".".join(parts[:n]) + "." for n in range(len(parts) - 1, 0, -1))]
-        return next((stamps[name] for name in names if name in stamps), None)
+        return next((formats[name] for name in names if name in formats), None)
 
-    def find_entry(self, name):
-        """The entry of a tensor, whatever its dtype and shape; refuses a missing name."""
+    def find_entry(self, name: str) -> TensorEntry:
+        """The entry of a tensor of any dtype and shape; refuses a missing name."""
         entry = self.entries.get(name)
         if entry is None:
             raise self.incomplete(f"tensor {name} is missing")
-        self.used.add(entry.path)
+        self.used_paths.add(entry.path)
         return entry
 
-    def find_checked(self, name, shape, dtypes=tuple(DTYPES)):
-        """The entry of a tensor, its shape as expected; refuses a missing name, another shape, an unread dtype."""
+    def find_checked(self, name: str, shape: Sequence[int], dtypes: Sequence[str] = tuple(DTYPES)) -> TensorEntry:
+        """The entry of a tensor of this shape and one of these dtypes; refuses others and a missing name."""
         entry = self.find_entry(name)
         if entry.dtype not in dtypes:
             dtype = shorten(entry.dtype)
@@ -92,40 +105,41 @@ class TensorIndex:
             raise Refused(f"{entry.path}: tensor {name} has shape {found}, config.json asks for {list(shape)}")
         return entry
 
-    def incomplete(self, what):
-        """The refusal for something that is not there, with what is known of the shards."""
+    def incomplete(self, problem: str) -> Refused:
+        """The error for something missing, with what is known of the shards."""
         shards = f" ({self.shards})" if self.shards else ""
-        return Refused(f"{self.folder}: {what}{shards}; is the download complete?")
+        return Refused(f"{self.folder}: {problem}{shards}; is the download complete?")
 
-    def check_unused_files(self, mtp_prefix):
-        """Once every tensor was asked for: refuse a gap in the shards that nobody noticed, and a file of another model.
+    def check_unused_files(self, mtp_prefix: str) -> None:
+        """After all look-ups, refuse a missing shard without needed tensors, and a file of another model.
 
-        Names that begin with `mtp_prefix`, the MTP layer, may stand in a file of their own.
+        The MTP layer, names that begin with `mtp_prefix`, may be in a file of its own and unused.
         """
         if self.has_gap:
             raise Refused(f"{self.folder}: a shard is missing ({self.shards}); is the download complete?")
         spare = {entry.path for name, entry in self.entries.items() if name.startswith(mtp_prefix)}
         for path in self.unlisted:
-            if path not in self.used and path not in spare:
+            if path not in self.used_paths and path not in spare:
                 raise Refused(f"{path}: holds no tensor of this model; move it out of the folder")
 
 
-def read_index(folder):
-    """The headers of every *.safetensors that belongs to the snapshot -> TensorIndex.
+def read_index(folder: Path) -> TensorIndex:
+    """Read the headers of all *.safetensors of a snapshot.
 
-    With model.safetensors.index.json the files it lists are read, and each name must stand where it says; without it
-    all *.safetensors of the folder are.
+    With model.safetensors.index.json these are the files that it lists, and each name must be where it says; without it
+    all *.safetensors of the folder.
     """
     listing = folder / INDEX_FILE
-    listed = os.path.lexists(listing)  # a link to nothing is a broken download, not an absent file
-    weight_map = read_weight_map(listing) if listed else {}
-    paths = check_listed(folder, weight_map) if listed else sorted(folder.glob("*.safetensors"))
+    is_listed = os.path.lexists(listing)  # a dangling link is a broken download, not an absent file
+    weight_map = read_weight_map(listing) if is_listed else {}
+    paths = list_files(folder, weight_map) if is_listed else sorted(folder.glob("*.safetensors"))
     if not paths:
         raise Refused(f"{folder}: holds no *.safetensors; SNAP must name a Hugging Face snapshot folder")
-    entries, stamps = {}, {}
+    entries: dict[str, TensorEntry] = {}
+    formats = {}
     for path in paths:
         found, metadata = read_header(path)
-        stamps[path] = read_format_table(path, metadata)
+        formats[path] = parse_formats(path, metadata)
         for name, entry in found.items():
             if name in entries:
                 both = f"{entries[name].path.name} and {path.name}"
@@ -135,41 +149,42 @@ def read_index(folder):
         if name not in entries or entries[name].path.name != file:
             raise Refused(f"{listing}: says {shorten(name)} is in {shorten(file)}, which does not hold it")
     shards, has_gap = describe_shards([path.name for path in paths])
-    return TensorIndex(folder, entries, shards, has_gap, () if listed else tuple(paths), stamps)
+    return TensorIndex(folder, entries, formats, shards, has_gap, () if is_listed else tuple(paths))
 
 
-def read_weight_map(listing):
-    """The index file -> tensor name: file name. A file is a plain name, so nothing outside the folder is opened."""
+def read_weight_map(listing: Path) -> dict[str, str]:
+    """The index file -> {tensor name: file name}. Only plain names: nothing outside the folder is opened."""
     weight_map = read_json_object(listing).get("weight_map")
     if not isinstance(weight_map, dict):
         raise Refused(f"{listing}: weight_map must map tensor names to file names")
     for name, file in weight_map.items():
-        if not isinstance(file, str) or not is_plain(file):
-            what = f"weight_map puts {shorten(name)} in {show(file)}"
-            raise Refused(f"{listing}: {what}, expected the name of a *.safetensors file beside it")
+        if not isinstance(file, str) or not is_plain_name(file):
+            problem = f"weight_map puts {shorten(name)} in {show(file)}"
+            raise Refused(f"{listing}: {problem}, expected the name of a *.safetensors file beside it")
     return weight_map
 
 
-def is_plain(file):
-    """Whether a name leads nowhere but to a *.safetensors in the folder itself."""
+def is_plain_name(file: str) -> bool:
+    """True for the name of a *.safetensors file in the folder itself."""
     return file.isprintable() and file.endswith(".safetensors") and Path(file).name == file
 
 
-def check_listed(folder, weight_map):
-    """The files of an index file, all there; a missing one is told with a tensor that is missing with it."""
+def list_files(folder: Path, weight_map: dict[str, str]) -> list[Path]:
+    """The files of an index file. Refuses a missing one, and names a tensor that it should hold."""
     paths = [folder / name for name in sorted(set(weight_map.values()))]
     absent = [path.name for path in paths if not os.path.exists(path)]
     if absent:
         there = f"{len(paths) - len(absent)} of {len(paths)} files are there"
         name = next(name for name, file in weight_map.items() if file == absent[0])
-        what = f"{shorten(absent[0])} is missing ({there}) and with it tensor {shorten(name)}"
-        raise Refused(f"{folder}: {what}; download it again")
+        problem = f"{shorten(absent[0])} is missing ({there}) and with it tensor {shorten(name)}"
+        raise Refused(f"{folder}: {problem}; download it again")
     return paths
 
 
-def describe_shards(names):
-    """File names -> (which of a numbered series are there, in words; whether one is not). The first gap is told."""
-    series, words = {}, ""
+def describe_shards(names: list[str]) -> tuple[str, bool]:
+    """File names -> (which shards of a numbered series are there, whether one is missing: the first is named)."""
+    series: dict[tuple[str, str], set[int]] = {}
+    summary = ""
     for name in names:
         if match := SHARD.fullmatch(name) or OUT_SHARD.fullmatch(name):
             series.setdefault((match["stem"], match["tail"]), set()).add(int(match["number"]))
@@ -179,20 +194,20 @@ def describe_shards(names):
         if absent:
             return f"{len(numbers)} of {len(wanted)} shards are there, {stem}{absent[0]:05d}{tail} is not", True
         if len(wanted) > 1:
-            words = f"{len(wanted)} shards are there, {stem}{wanted[0]:05d}{tail} to {stem}{wanted[-1]:05d}{tail}"
-    return words, False
+            summary = f"{len(wanted)} shards are there, {stem}{wanted[0]:05d}{tail} to {stem}{wanted[-1]:05d}{tail}"
+    return summary, False
 
 
-def read_header(path):
-    """One file's header -> (name: TensorEntry, its metadata). The file must be exactly as long as its header says."""
+def read_header(path: Path) -> tuple[dict[str, TensorEntry], dict[str, Any]]:
+    """One file -> ({name: TensorEntry}, metadata). The file must be exactly as long as its header says."""
     try:
         with open(open_file(path), "rb") as file:
             file_bytes = os.fstat(file.fileno()).st_size
             length_field = file.read(8)
             header_bytes = int.from_bytes(length_field, "little")
             if header_bytes > MAX_HEADER_BYTES:
-                what = f"says its header has {header_bytes} bytes, above the limit of {MAX_HEADER_BYTES}"
-                raise Refused(f"{path}: {what}; it is no safetensors file, or broken: download it again")
+                problem = f"says its header has {header_bytes} bytes, above the limit of {MAX_HEADER_BYTES}"
+                raise Refused(f"{path}: {problem}; it is no safetensors file, or broken: download it again")
             if len(length_field) < 8 or header_bytes > file_bytes - 8:
                 raise Refused(f"{path}: is shorter than its header says ({file_bytes} bytes); download it again")
             data = file.read(header_bytes)
@@ -205,37 +220,39 @@ def read_header(path):
     metadata = metadata if isinstance(metadata, dict) else {}
     data_start = 8 + header_bytes
     entries = {name: parse_entry(path, name, fields, data_start) for name, fields in header.items()}
-    end, cut = data_start, None  # cut: the first tensor that the file does not hold whole
+    end = data_start
+    cut = None  # the first tensor that the file does not hold whole
     for entry in sorted(entries.values(), key=lambda entry: (entry.offset, entry.num_bytes)):
         if entry.offset != end:
-            what = f"tensor {shorten(entry.name)} overlaps its neighbour or leaves a gap"
-            raise Refused(f"{path}: {what}; the file is broken, download it again")
+            problem = f"tensor {shorten(entry.name)} overlaps its neighbor or leaves a gap"
+            raise Refused(f"{path}: {problem}; the file is broken, download it again")
         end = entry.offset + entry.num_bytes
-        cut = cut or (end > file_bytes and entry.name)
+        if cut is None and end > file_bytes:
+            cut = entry.name
     if end != file_bytes:
-        word = "shorter" if cut else "longer"
-        where = f", it ends before tensor {shorten(cut)} does" if cut else ""
-        what = f"is {word} than its header says ({file_bytes} bytes, {end} expected{where})"
-        raise Refused(f"{path}: {what}; download it again")
+        word = "longer" if cut is None else "shorter"
+        where = "" if cut is None else f", it ends before tensor {shorten(cut)} does"
+        problem = f"is {word} than its header says ({file_bytes} bytes, {end} expected{where})"
+        raise Refused(f"{path}: {problem}; download it again")
     return entries, metadata
 
 
-def read_format_table(path, metadata):
-    """The table of weight formats in a file's metadata: names, or their beginnings up to a dot -> format names."""
+def parse_formats(path: Path, metadata: dict[str, Any]) -> dict[str, str]:
+    """The weight formats that a file declares: tensor names, or prefixes up to a dot -> format names."""
     text = metadata.get(FORMATS_KEY)
     if text is None:
         return {}
     subject = f"{path}: {FORMATS_KEY} of the metadata"
-    stamp = parse_json_object(text.encode("utf-8", "replace") if isinstance(text, str) else b"", subject)
-    if not all(isinstance(fmt, str) for fmt in stamp.values()):
+    formats = parse_json_object(text.encode("utf-8", "replace") if isinstance(text, str) else b"", subject)
+    if not all(isinstance(fmt, str) for fmt in formats.values()):
         raise Refused(f"{subject} must map names to weight formats")
-    return stamp
+    return formats
 
 
-def parse_entry(path, name, fields, data_start):
-    """One header entry -> TensorEntry; refuses offsets and shapes that do not fit each other."""
+def parse_entry(path: Path, name: str, fields: Any, data_start: int) -> TensorEntry:
+    """One header entry -> TensorEntry; refuses offsets and shapes that contradict each other."""
 
-    def refuse(problem):
+    def refuse(problem: str) -> NoReturn:
         raise Refused(f"{path}: tensor {shorten(name)} {problem}; the file is broken, download it again")
 
     if not is_unicode(name):
@@ -244,7 +261,7 @@ def parse_entry(path, name, fields, data_start):
     dtype, shape, offsets = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
     if not isinstance(dtype, str) or not isinstance(shape, list) or not isinstance(offsets, list) or len(offsets) != 2:
         refuse("lacks a dtype, a shape or data_offsets")
-    # type() and not isinstance: true and false are no numbers here.
+    # type() instead of isinstance: true and false are no numbers.
     whole = all(type(n) is int and 0 <= n <= MAX_COUNT for n in shape + offsets)
     if not whole or len(shape) > MAX_DIMENSIONS or offsets[1] < offsets[0]:
         refuse(f"has an impossible shape or offsets ({show(shape)}, {show(offsets)})")
@@ -256,8 +273,8 @@ def parse_entry(path, name, fields, data_start):
     return TensorEntry(name, path, data_start + offsets[0], num_bytes, dtype, tuple(shape))
 
 
-def is_unicode(text):
-    """False for a text with half a character, which JSON can spell and UTF-8 cannot."""
+def is_unicode(text: str) -> bool:
+    """False for a text with half a surrogate pair, which JSON can spell and UTF-8 cannot."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:

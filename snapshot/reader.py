@@ -1,29 +1,33 @@
-"""Files of a snapshot, opened and read: all bytes that were asked for, or one line that says why not."""
+"""Opens and reads files of a snapshot: all requested bytes, or one line that says why not."""
 
 import errno
+import json
 import os
 import stat
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
+from typing import Any
 
-from errors import Refused
+from errors import Refused, shorten
 
-PAGE = 4096  # what direct reads are aligned to, in the file and in memory
+PAGE = 4096  # alignment of direct reads, in the file and in memory
 O_DIRECT = getattr(os, "O_DIRECT", 0)  # 0: macOS has none
-DIRECT_UNSUPPORTED = (errno.EINVAL, errno.EOPNOTSUPP)  # of direct reads, by a file system that cannot do them
-TRANSIENT_ERRORS = (errno.EINTR, errno.EAGAIN, errno.EIO, errno.ENOMEM, errno.ETIMEDOUT)  # may pass: tried again
-PAUSES = (0.1, 0.4)  # seconds before the second and the third try
+DIRECT_UNSUPPORTED = (errno.EINVAL, errno.EOPNOTSUPP)  # from file systems without direct reads
+TRANSIENT_ERRORS = (errno.EINTR, errno.EAGAIN, errno.EIO, errno.ENOMEM, errno.ETIMEDOUT)
+RETRY_PAUSES = (0.1, 0.4)  # seconds before the second and the third attempt
 MAX_TEXT_BYTES = 100_000_000  # of a JSON file or a template; published tokenizers have 20 MB
 
 
-def align_to_page(num_bytes):
+def align_to_page(num_bytes: int) -> int:
     """Rounded up to whole pages."""
     return -(-num_bytes // PAGE) * PAGE
 
 
-def open_file(path, flags=0):
-    """A read-only descriptor. Links are followed, and only a regular file is opened: a FIFO would wait forever."""
+def open_file(path: Path, flags: int = 0) -> int:
+    """A read-only descriptor. Links are followed; only a regular file is opened: a FIFO would block forever."""
     try:
         mode = os.stat(path).st_mode
     except FileNotFoundError:
@@ -35,8 +39,8 @@ def open_file(path, flags=0):
     return os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
 
 
-def read_file(path, advice="SNAP must name a Hugging Face snapshot folder"):
-    """All bytes of a small file; `advice` says what to do when there is none."""
+def read_file(path: Path, advice: str = "SNAP must name a Hugging Face snapshot folder") -> bytes:
+    """All bytes of a small file; `advice` says what to do if there is none."""
     try:
         with open(open_file(path), "rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -49,19 +53,47 @@ def read_file(path, advice="SNAP must name a Hugging Face snapshot folder"):
         raise Refused(f"{path}: {error.strerror}") from None
 
 
+def read_json_object(path: Path) -> dict[str, Any]:
+    """A JSON object from a small file."""
+    return parse_json_object(read_file(path), f"{path}:")
+
+
+def parse_json_object(data: bytes, subject: str) -> dict[str, Any]:
+    """UTF-8 bytes -> a JSON object without duplicate keys; `subject` begins every error message."""
+
+    def reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        # The parser keeps the last of two equal keys, so two programs could see two different files.
+        values = dict(pairs)
+        if len(values) < len(pairs):
+            seen: set[str] = set()
+            twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+            raise Refused(f"{subject} holds {shorten(twice)} twice")
+        return values
+
+    try:
+        values = json.loads(data.decode("utf-8"), object_pairs_hook=reject_duplicates)
+    except (ValueError, RecursionError) as error:
+        raise Refused(f"{subject} is not valid JSON ({error})") from None
+    if not isinstance(values, dict):
+        raise Refused(f"{subject} must hold a JSON object")
+    return values
+
+
 class FileReader:
-    """Open files of a snapshot, read-only, each opened once. Threads may share it. Close it when the model goes.
+    """Reads from the files of a snapshot, each opened once. Threads may share it. Close it when the model goes."""
 
-    `preadv` is what reads, os.preadv but in tests of what goes wrong.
-    """
+    preadv: Callable[..., int]  # os.preadv, except in tests of read errors
+    descriptors: dict[tuple[Path, int], int]  # (path, flags) -> descriptor
+    buffered_only: set[Path]  # files whose file system refuses direct reads
 
-    def __init__(self, preadv=None):
+    def __init__(self, preadv: Callable[..., int] | None = None):
         self.preadv = preadv or os.preadv
-        self.descriptors, self.opening = {}, threading.Lock()  # (path, flags) -> descriptor
-        self.buffered_only = set()  # files whose file system refuses direct reads
+        self.descriptors = {}
+        self.buffered_only = set()
+        self.opening = threading.Lock()
 
-    def read_into(self, path, offset, buffer, what):
-        """Fill `buffer` (a writable memoryview) from `offset`; `what` names the tensor in a complaint."""
+    def read_into(self, path: Path, offset: int, buffer: memoryview, what: str) -> None:
+        """Fill `buffer` from `offset`; `what` names the tensor in error messages."""
         done = 0
         while done < len(buffer):
             count = self.pread(path, 0, offset + done, buffer[done:], what)
@@ -69,23 +101,25 @@ class FileReader:
                 raise Refused(f"{path}: ends at byte {offset + done}, inside {what}; download it again")
             done += count
 
-    def read_direct(self, path, offset, pages, wanted, what):
-        """The same past the page cache: `pages` is whole pages, page-aligned as `offset` is, of which the first
-        `wanted` bytes must come; the file may end in the last page. Buffered where the file system refuses it."""
+    def read_direct(self, path: Path, offset: int, pages: memoryview, wanted: int, what: str) -> None:
+        """Read the first `wanted` bytes of `pages` past the page cache, or buffered if the file system refuses that.
+
+        `offset` and `pages` are page-aligned, and `pages` holds whole pages; the file may end in the last one.
+        """
         count = 0
         if self.can_read_direct(path):
-            # What a short read leaves may begin at any byte, which direct reads cannot: the rest is read buffered.
+            # The rest of a short read may begin at any byte, which direct reads cannot: it is read buffered.
             count = self.pread(path, O_DIRECT, offset, pages, what)
         self.read_into(path, offset + count, pages[count:wanted], what)
 
-    def can_read_direct(self, path):
-        """Whether direct reads of a file are possible, as far as is known before one was tried."""
-        return O_DIRECT and path not in self.buffered_only
+    def can_read_direct(self, path: Path) -> bool:
+        """False once the file system has refused a direct read, or if the system has none."""
+        return bool(O_DIRECT) and path not in self.buffered_only
 
-    def pread(self, path, flags, offset, buffer, what):
-        """One preadv -> bytes read, 0 at the end of the file, and for a direct read that is refused; transient errors
-        are tried again."""
-        for pause in (*PAUSES, None):
+    def pread(self, path: Path, flags: int, offset: int, buffer: memoryview, what: str) -> int:
+        """One preadv, repeated after transient errors -> bytes read; 0 at the end of the file and for a direct read
+        that the file system refuses."""
+        for pause in (*RETRY_PAUSES, None):
             try:
                 return self.preadv(self.get_descriptor(path, flags), [buffer], offset)
             except OSError as error:
@@ -96,21 +130,22 @@ class FileReader:
                     problem = f"{error.strerror} (errno {error.errno}) at byte {offset}, reading {what}"
                     raise Refused(f"{path}: {problem}") from None
                 time.sleep(pause)
+        raise AssertionError  # the last attempt returns or raises
 
-    def get_descriptor(self, path, flags=0):
+    def get_descriptor(self, path: Path, flags: int = 0) -> int:
         """The descriptor of a file, opened at its first use."""
         with self.opening:
             if (path, flags) not in self.descriptors:
                 self.descriptors[path, flags] = open_file(path, flags)
             return self.descriptors[path, flags]
 
-    def drop_cached(self, path, offset, num_bytes):
-        """Drop a part of a file from the page cache; nothing happens where the system knows no such advice."""
+    def drop_cached(self, path: Path, offset: int, num_bytes: int) -> None:
+        """Drop a byte range from the page cache, where the system can."""
         if hasattr(os, "posix_fadvise"):
             with suppress(OSError):
                 os.posix_fadvise(self.get_descriptor(path), offset, num_bytes, os.POSIX_FADV_DONTNEED)
 
-    def close(self):
+    def close(self) -> None:
         for descriptor in self.descriptors.values():
             os.close(descriptor)
         self.descriptors.clear()

@@ -1,9 +1,13 @@
-"""Rotary embedding as config.json asks for it: the frequency of each pair of columns, plain or stretched by yarn."""
+"""Rotary position embedding from config.json: the frequency of each pair of columns, plain or scaled by YaRN."""
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor
+
+from snapshot.config_fields import ConfigFields
 
 ROPE_TYPES = ("default", "yarn")
 
@@ -14,43 +18,48 @@ class Rope:
 
     frequencies: tuple[float, ...]
     factor: float = 1.0
-    score_factor: float = 1.0  # of the scores of MLA, beside the root of the head's width
+    score_factor: float = 1.0  # of the attention scores of MLA, beside 1 / sqrt(head width)
 
 
-def parse_rope(fields, width, max_positions, theta=10000.0, absent=None):
+def parse_rope(
+    fields: ConfigFields, width: int, max_positions: int, theta: float = 10000.0, absent: dict[str, Any] | None = None
+) -> Rope:
     """rope_parameters, or the older rope_scaling and top-level rope_theta -> Rope of `width` columns.
 
-    theta: what the family takes where the config has none; absent: its rope_parameters where there are none. Refused
-    for a rope type that is not computed here.
+    theta: the family's default; absent: its rope_parameters if config.json has none. Refuses other rope types.
     """
-    raw = fields.get(("rope_parameters", "rope_scaling"), absent or {})
-    if not isinstance(raw, dict):
-        fields.refuse("rope_parameters", "must be an object")
-    rope = fields.inside("rope_parameters", raw)
-    rope.only(("rope_type", "type"), *ROPE_TYPES)
+    values = fields.get(fields.first_present("rope_parameters", "rope_scaling"), absent or {})
+    if not isinstance(values, dict):
+        fields.reject("rope_parameters", "must be an object")
+    rope = fields.nested("rope_parameters", values)
+    kind = rope.first_present("rope_type", "type")
+    rope.require(kind, *ROPE_TYPES)
     theta = rope.number("rope_theta", fields.get("rope_theta", theta), low=1.0)
-    if rope.get(("rope_type", "type"), "default") == "yarn":
-        return yarn(rope, theta, width, max_positions)
+    if rope.get(kind, "default") == "yarn":
+        return yarn_rope(rope, theta, width, max_positions)
     return Rope(tuple(plain_frequencies(theta, width).tolist()))
 
 
-def plain_frequencies(theta, width):
+def plain_frequencies(theta: float, width: int) -> Tensor:
     """theta^(-2j / width), float32 [width / 2]."""
     return 1.0 / theta ** (torch.arange(0, width, 2, dtype=torch.float32) / width)
 
 
-def yarn(rope, theta, width, max_positions):
-    """YaRN (Peng et al. 2023) as transformers 5.24 has it: slow pairs are stretched by `factor`, quick ones stay, and
-    between them the frequencies go over into each other."""
+def yarn_rope(rope: ConfigFields, theta: float, width: int, max_positions: int) -> Rope:
+    """YaRN (Peng et al. 2023) as in transformers 5.24: low frequencies are interpolated by `factor`, high ones stay,
+    with a linear ramp between them."""
     original = rope.count("original_max_position_embeddings", max_positions, high=1 << 31)
     scale = rope.number("factor", max(1.0, max_positions / original), low=1.0)
     if theta == 1.0:
-        rope.refuse("rope_theta", "is 1, yarn needs more")
-    mscale, mscale_all = (rope.number(key, 0.0) for key in ("mscale", "mscale_all_dim"))
-    inferred = growth(scale, mscale) / growth(scale, mscale_all) if mscale and mscale_all else growth(scale)
+        rope.reject("rope_theta", "is 1, yarn needs more")
+    mscale = rope.number("mscale", 0.0)
+    mscale_all = rope.number("mscale_all_dim", 0.0)
+    inferred = yarn_mscale(scale)
+    if mscale and mscale_all:
+        inferred = yarn_mscale(scale, mscale) / yarn_mscale(scale, mscale_all)
 
-    def pair_of(rotations):
-        """The pair, as a fraction, that turns so many times over the original context."""
+    def pair_of(rotations: float) -> float:
+        """The pair, as a fraction, that makes this many rotations over the original context."""
         return width * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
     low = pair_of(rope.number("beta_fast", 32.0, low=1e-3))
@@ -59,15 +68,14 @@ def yarn(rope, theta, width, max_positions):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, width - 1)
     pairs = torch.arange(width // 2, dtype=torch.float32)
-    stretched = ((pairs - low) / (high - low if high != low else 0.001)).clamp(0, 1)
-    kept = 1 - stretched
+    kept = 1 - ((pairs - low) / (high - low if high != low else 0.001)).clamp(0, 1)  # 1: not interpolated
     powers = theta ** (torch.arange(0, width, 2, dtype=torch.float32) / width)
     frequencies = 1.0 / (scale * powers) * (1 - kept) + 1.0 / powers * kept
     factor = rope.number("attention_factor", inferred)
-    score_factor = growth(scale, mscale_all) ** 2 if mscale_all else 1.0
+    score_factor = yarn_mscale(scale, mscale_all) ** 2 if mscale_all else 1.0
     return Rope(tuple(frequencies.tolist()), factor, score_factor)
 
 
-def growth(scale, mscale=1.0):
-    """How much larger yarn makes what goes into scores, for a context longer by `scale`."""
+def yarn_mscale(scale: float, mscale: float = 1.0) -> float:
+    """YaRN's temperature: how much larger the attention scores become for a context longer by `scale`."""
     return 0.1 * mscale * math.log(scale) + 1.0 if scale > 1 else 1.0

@@ -1,52 +1,56 @@
-"""The weights of a model by what they do: what the forward pass sees of a snapshot. Names are bound here, once."""
+"""The weights of a model by their role in the forward pass, bound from tensor names once.
+
+Types without a shape are norms and biases, float32 [width].
+"""
 
 from dataclasses import dataclass
+from typing import Any
 
-import torch
+from torch import Tensor
 
 from kernels.weight import Weight
 
 
 @dataclass(frozen=True, slots=True)
 class IndexerWeights:
-    q_b: Weight  # [heads * width, q latent]
+    q_b: Weight  # [heads * width, q_lora_rank]
     k: Weight  # [width, hidden]
-    k_norm: torch.Tensor
-    k_norm_bias: torch.Tensor
+    k_norm: Tensor
+    k_norm_bias: Tensor
     head_weights: Weight  # [heads, hidden]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MlaWeights:
-    input_norm: torch.Tensor
-    post_norm: torch.Tensor
-    q_a: Weight | None = None  # without it q_b takes the hidden state
-    q_a_norm: torch.Tensor | None = None
-    q_b: Weight  # per head: nope rows, then rope rows
+    input_norm: Tensor
+    post_norm: Tensor
+    q_a: Weight | None = None  # None: q_b takes the hidden state
+    q_a_norm: Tensor | None = None
+    q_b: Weight  # for each head nope rows, then rope rows
     kv_a: Weight  # latent rows, then rope rows
-    kv_a_norm: torch.Tensor
-    kv_b: Weight  # per head: nope key rows, then value rows
+    kv_a_norm: Tensor
+    kv_b: Weight  # for each head nope key rows, then value rows
     o: Weight
-    q_a_bias: torch.Tensor | None = None
-    kv_a_bias: torch.Tensor | None = None
-    o_bias: torch.Tensor | None = None
+    q_a_bias: Tensor | None = None
+    kv_a_bias: Tensor | None = None
+    o_bias: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class GqaWeights:
-    input_norm: torch.Tensor
-    post_norm: torch.Tensor
-    q: Weight  # per head: rope rows, then the others
+    input_norm: Tensor
+    post_norm: Tensor
+    q: Weight  # for each head rope rows, then the others
     k: Weight
     v: Weight
     o: Weight
-    q_bias: torch.Tensor | None = None
-    k_bias: torch.Tensor | None = None
-    v_bias: torch.Tensor | None = None
-    o_bias: torch.Tensor | None = None
-    q_norm: torch.Tensor | None = None  # as wide as a head, or as all of them
-    k_norm: torch.Tensor | None = None
-    sinks: torch.Tensor | None = None  # [heads]
+    q_bias: Tensor | None = None
+    k_bias: Tensor | None = None
+    v_bias: Tensor | None = None
+    o_bias: Tensor | None = None
+    q_norm: Tensor | None = None  # of a head, or of all heads
+    k_norm: Tensor | None = None
+    sinks: Tensor | None = None  # [heads]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,18 +62,18 @@ class MlpWeights:
 
 @dataclass(frozen=True, slots=True)
 class ExpertBiases:
-    """Those of all experts of a layer, float32."""
+    """Biases of all experts of a layer, float32."""
 
-    gate: torch.Tensor  # [experts, width]
-    up: torch.Tensor
-    down: torch.Tensor  # [experts, hidden]
+    gate: Tensor  # [experts, width]
+    up: Tensor
+    down: Tensor  # [experts, hidden]
 
 
 @dataclass(frozen=True, slots=True)
 class MoeWeights:
     router: Weight  # [experts, hidden], float32
-    router_bias: torch.Tensor | None = None  # [experts] float32, takes part in the choice alone
-    logit_bias: torch.Tensor | None = None  # [experts] float32, part of the logits
+    router_bias: Tensor | None = None  # [experts] float32, for the top-k alone
+    logit_bias: Tensor | None = None  # [experts] float32, on the logits
     shared: MlpWeights | None = None
     biases: ExpertBiases | None = None
 
@@ -77,19 +81,19 @@ class MoeWeights:
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
     attention: MlaWeights | GqaWeights
-    indexer: IndexerWeights | None  # None on shared layers, and where a container has no indexer at all
+    indexer: IndexerWeights | None  # None on "shared" layers and in a model without indexer
     mlp: MlpWeights | MoeWeights
 
 
 @dataclass(frozen=True, slots=True)
 class MtpWeights:
-    """The multi-token-prediction layer. It has the model's embedding and head, or copies of its own."""
+    """The multi-token-prediction (MTP) layer, with the model's embedding and head or its own."""
 
     layer: LayerWeights
-    input_proj: Weight  # [hidden, 2 * hidden], the half for the embedding first
-    embed_norm: torch.Tensor
-    hidden_norm: torch.Tensor
-    norm: torch.Tensor
+    input_proj: Weight  # [hidden, 2 * hidden], embedding half first
+    embed_norm: Tensor
+    hidden_norm: Tensor
+    norm: Tensor
     embed: Weight
     lm_head: Weight
 
@@ -98,25 +102,26 @@ class MtpWeights:
 class ModelWeights:
     embed: Weight
     layers: tuple[LayerWeights, ...]
-    norm: torch.Tensor
+    norm: Tensor
     lm_head: Weight
     has_indexer: bool
     mtp: MtpWeights | None = None
 
 
-def bind_layer(tables):
-    """{part: {word: Weight or tensor}} -> LayerWeights."""
+def bind_layer(tables: dict[str, dict[str, Any]]) -> LayerWeights:
+    """{part of a layer: {word: Weight or Tensor}} -> LayerWeights."""
+    mlp: MlpWeights | MoeWeights
     if "mlp" in tables:
         mlp = MlpWeights(**tables["mlp"])
     else:
         shared = MlpWeights(**tables["shared"]) if "shared" in tables else None
-        biases = bind_biases(**tables["expert_biases"]) if "expert_biases" in tables else None
+        biases = split_expert_biases(**tables["expert_biases"]) if "expert_biases" in tables else None
         mlp = MoeWeights(**tables["router"], shared=shared, biases=biases)
     indexer = IndexerWeights(**tables["indexer"]) if "indexer" in tables else None
-    attention = MlaWeights if "kv_a" in tables["attention"] else GqaWeights
-    return LayerWeights(attention(**tables["attention"]), indexer, mlp)
+    attention = tables["attention"]
+    return LayerWeights(MlaWeights(**attention) if "kv_a" in attention else GqaWeights(**attention), indexer, mlp)
 
 
-def bind_biases(gate_up, down):
-    """gate_up [experts, 2 * width], gate and up by turns -> ExpertBiases."""
+def split_expert_biases(gate_up: Tensor, down: Tensor) -> ExpertBiases:
+    """gate_up [experts, 2 * width] with gate and up alternating -> ExpertBiases."""
     return ExpertBiases(gate_up[:, 0::2].contiguous(), gate_up[:, 1::2].contiguous(), down)

@@ -15,8 +15,7 @@ from functools import cached_property
 from tokenizers import Tokenizer
 
 from errors import Refused, reason, shorten, show
-from snapshot.config import parse_json_object, read_json_object
-from snapshot.reader import read_file
+from snapshot.reader import parse_json_object, read_file, read_json_object
 from text.chat_template import ChatTemplate
 
 END_OF_TEXT = "<|endoftext|>"

@@ -1,60 +1,49 @@
-"""glm_moe_dsa (GLM-5, 5.1, 5.2): what its config.json says. MLA with a DSA indexer, sigmoid router, MTP layer."""
+"""glm_moe_dsa (GLM-5, 5.1, 5.2): MLA with a DSA indexer, sigmoid router, MTP layer."""
 
+from snapshot import config_parts as parts
 from snapshot.config import ModelConfig
-from snapshot.config_parts import (
-    EXPERT_NAMES,
-    check_num_experts,
-    parse_common,
-    parse_experts,
-    parse_indexer,
-    parse_mla,
-    parse_mlp_types,
-    parse_mtp,
-    parse_sigmoid_router,
-)
+from snapshot.config_fields import ConfigFields
 from snapshot.family import Family
 
 TEXT_PREFIX = ("[gMASK]", "<sop>")
 
 
-def parse_config(fields):
-    """Fields -> ModelConfig."""
-    fields.only("rope_interleave", True)
-    fields.only("indexer_rope_interleave", True)
-    model = parse_common(fields, positions=202752)
-    attention = parse_mla(fields, model)
-    experts = parse_experts(fields, EXPERT_NAMES)
-    config = ModelConfig(
+def parse_config(fields: ConfigFields) -> ModelConfig:
+    fields.require("rope_interleave", True)
+    fields.require("indexer_rope_interleave", True)
+    common = parts.parse_common(fields, positions=202752)
+    attention = parts.parse_mla(fields, common)
+    experts = parts.parse_experts(fields)
+    return ModelConfig(
         text_prefix=TEXT_PREFIX,
         rope_interleaved=True,
-        indexer_types=parse_indexer_types(fields, model["num_layers"]),
-        **model,
+        indexer_types=parse_indexer_types(fields, common["num_layers"]),
+        **common,
         **attention,
-        **parse_indexer(fields, attention, heads=32),
-        **parse_mlp_types(fields, model["num_layers"], 3),
+        **parts.parse_indexer(fields, attention, heads=32),
+        **parts.parse_mlp_types(fields, common["num_layers"], 3),
         **experts,
-        **parse_sigmoid_router(fields, experts, scaling=2.5),
-        **parse_mtp(fields),
+        **parts.parse_sigmoid_router(fields, experts, scaling=2.5),
+        **parts.parse_mtp(fields),
     )
-    return check_num_experts(fields, config, "n_routed_experts")
 
 
-def parse_indexer_types(fields, num_layers):
-    """An explicit indexer_types beats index_topk_pattern, which beats the freq / offset schedule."""
+def parse_indexer_types(fields: ConfigFields, num_layers: int) -> tuple[str, ...]:
+    """indexer_types takes precedence over index_topk_pattern, and that over the freq / offset schedule."""
     types = fields.words("indexer_types", ("full", "shared"), num_layers)
     pattern = fields.get("index_topk_pattern", None)
     if types is None and isinstance(pattern, str):
         if len(pattern) != num_layers or set(pattern) - set("FS"):
-            fields.refuse("index_topk_pattern", f"must be {num_layers} letters, each F or S")
+            fields.reject("index_topk_pattern", f"must be {num_layers} letters, each F or S")
         types = tuple("full" if letter == "F" else "shared" for letter in pattern)
     elif types is None and pattern is not None:
         types = fields.words("index_topk_pattern", ("full", "shared"), num_layers)
-    elif types is None:
+    if types is None:
         freq = max(fields.count("index_topk_freq", 1, low=0), 1)
         offset = fields.count("index_skip_topk_offset", 2, low=0)
         types = tuple("full" if max(i - offset + 1, 0) % freq == 0 else "shared" for i in range(num_layers))
     if types[0] != "full":
-        fields.refuse("indexer_types", "must begin with full: a shared layer reuses an earlier selection")
+        fields.reject("indexer_types", "must begin with full: a shared layer reuses an earlier selection")
     return types
 
 

@@ -1,7 +1,8 @@
-"""gpt_oss (gpt-oss-20b, 120b): windows in every other layer, sinks, yarn; experts with biases and a clamped gate."""
+"""gpt_oss (gpt-oss-20b, 120b): GQA, sliding windows in every other layer, attention sinks, YaRN, clamped SwiGLU."""
 
+from snapshot import config_parts as parts
 from snapshot.config import ModelConfig
-from snapshot.config_parts import check_num_experts, parse_common, parse_experts, parse_gqa
+from snapshot.config_fields import ConfigFields
 from snapshot.family import Family
 
 LAYER_TYPES = ("sliding_attention", "full_attention")
@@ -15,30 +16,29 @@ YARN = {
 }
 
 
-def parse_config(fields):
-    """Fields -> ModelConfig."""
-    model = parse_common(fields, positions=131072)
-    experts = parse_experts(fields, ("num_local_experts", "num_experts"), "intermediate_size", count=128, active=4)
-    types = fields.words("layer_types", LAYER_TYPES, model["num_layers"])
-    types = types or tuple(LAYER_TYPES[i % 2] for i in range(model["num_layers"]))
+def parse_config(fields: ConfigFields) -> ModelConfig:
+    common = parts.parse_common(fields, positions=131072)
+    names = "num_local_experts", "num_experts"
+    types = fields.words("layer_types", LAYER_TYPES, common["num_layers"])
+    types = types or tuple(LAYER_TYPES[i % 2] for i in range(common["num_layers"]))
     window = fields.count("sliding_window", 128)
     config = ModelConfig(
-        **model,
-        **parse_gqa(fields, model, head_dim=64, theta=150000.0, absent=YARN, bias=True),
+        **common,
+        **parts.parse_gqa(fields, common, head_dim=64, theta=150000.0, absent=YARN, bias=True),
         sliding_windows=tuple(window if kind == "sliding_attention" else 0 for kind in types),
         has_sinks=True,
-        **experts,
-        mlp_types=("sparse",) * model["num_layers"],
+        **parts.parse_experts(fields, names, "intermediate_size", count=128, active=4),
+        mlp_types=("sparse",) * common["num_layers"],
         router="softmax",
         router_has_bias=True,
         swiglu_limit=fields.number("swiglu_limit", 7.0, low=1e-6),
         swiglu_alpha=fields.number("swiglu_alpha", 1.702),
     )
-    # MXFP4 puts 32 columns under a scale.
+    # MXFP4 has a scale for each 32 columns.
     for key, width in (("hidden_size", config.hidden_size), ("intermediate_size", config.moe_intermediate_size)):
         if width % 32:
-            fields.refuse(key, f"is {width}, expected a multiple of 32")
-    return check_num_experts(fields, config, "num_local_experts")
+            fields.reject(key, f"is {width}, expected a multiple of 32")
+    return config
 
 
-FAMILY = Family(parse_config, router="router", alternates=True)
+FAMILY = Family(parse_config, router_name="router", is_gate_up_interleaved=True)

@@ -57,7 +57,7 @@ def test_experts_and_the_rest_in_different_formats(load, tmp_path):
     folder = make(tmp_path / "s", *SMALL, "--format", "int2-g64", "--dense-format", "bf16")
     loaded = load(folder)
     assert [str(fmt) for fmt in loaded.disk.formats()] == ["int2-g64"]
-    assert {str(stored.format) for stored in loaded.dense.matrices} == {"bf16"}
+    assert {str(stored.format) for stored in loaded.dense.matrices.values()} == {"bf16"}
 
 
 def digest(folder):

@@ -278,7 +278,7 @@ def test_a_drive_that_fails_is_excluded(layouts):
 @pytest.mark.parametrize("broken", ["snapshot", "mirror"])
 def test_many_threads_and_a_drive_that_breaks(mirror, monkeypatch, broken):
     """Eight threads read all experts four times, and halfway one copy begins to give errors only."""
-    monkeypatch.setattr(reader_module, "PAUSES", (0, 0))
+    monkeypatch.setattr(reader_module, "RETRY_PAUSES", (0, 0))
     bad = os.stat((mirror if broken == "mirror" else FIXTURES / NAME) / "model.safetensors")
     meet, halfway, is_met = threading.Barrier(8), threading.Event(), threading.Event()
 

@@ -264,7 +264,7 @@ def test_costs_are_those_of_the_weights(load, name):
     not_counted = (dense.embed_name, dense.head_name)
     counted = sum(
         stored.rows * stored.columns
-        for stored in dense.matrices
+        for stored in dense.matrices.values()
         if stored.name not in not_counted and not any(part in stored.name for part in selection)
     )
     routers = len(config.sparse_layers) * config.num_experts * config.hidden_size

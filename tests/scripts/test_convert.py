@@ -24,7 +24,6 @@ from scripts import convert
 from settings import Settings
 from snapshot.config import read_config
 from snapshot.dense import DenseTensors, read_float_tensor, read_stored_weight
-from snapshot.formats import StoredWeight
 from snapshot.index import read_header, read_index
 from snapshot.reader import FileReader
 from tests.conftest import FIXTURES, ORACLES, ROOT, read_json, reference, write_fused
@@ -48,11 +47,10 @@ def dequantized(container, out):
     config, family = read_config(container)
     index, reader, tensors = read_index(container), FileReader(), {}
     dense, disk = DenseTensors(config, family, index), ExpertDisk(config, family, index, reader)
-    for name, stored in dense.stored.items():
-        is_matrix = isinstance(stored, StoredWeight)
-        tensors[name] = (
-            read_stored_weight(reader, stored).dequantize().clone() if is_matrix else read_float_tensor(reader, stored)
-        )
+    for name, stored in dense.matrices.items():
+        tensors[name] = read_stored_weight(reader, stored).dequantize().clone()
+    for name, entry in dense.floats.items():
+        tensors[name] = read_float_tensor(reader, entry)
     for layer, expert in disk.layouts:
         for stored in disk.stored_weights(layer, expert):
             tensors[stored.name] = read_stored_weight(reader, stored).dequantize().clone()

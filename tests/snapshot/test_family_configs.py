@@ -8,7 +8,8 @@ from importlib import import_module
 import pytest
 
 from errors import Refused
-from snapshot.config import ConfigFields, read_config
+from snapshot.config import read_config
+from snapshot.config_fields import ConfigFields
 from tests.conftest import FAMILIES, FIXTURES, read_json
 
 KNOWN = "deepseek_v3, deepseek_v32, glm4_moe, glm4_moe_lite, glm_moe_dsa, gpt_oss, mixtral, olmoe, qwen3_moe"

@@ -142,9 +142,9 @@ BAD = [
     ({NAME: (5 * 96, U8), ".qs": (5, torch.bfloat16)}, {}, "scales of dtype BF16, int4-row goes with F32 or F16"),
     ({NAME: (5 * 96, torch.int16), ".qs": (5, F32)}, {}, "dtype I16, expected U8"),
     ({NAME: (5 * 96, U8)}, {}, "has dtype U8, expected BF16, F16, F32"),
-    ({NAME: (5 * 96, U8), ".qs": (5, F32)}, {NAME: "int5-row"}, "stamped 'int5-row', which is no packed format"),
-    ({NAME: (5 * 96, U8), ".qs": (5, F32)}, {NAME: "bf16"}, "stamped 'bf16', which is no packed format"),
-    ({NAME: (5 * 96, U8), ".qs": (5, F32)}, {NAME: "int8-row"}, "stamped int8-row and has 480 bytes and 5 scales"),
+    ({NAME: (5 * 96, U8), ".qs": (5, F32)}, {NAME: "int5-row"}, "declared as 'int5-row', which is no packed format"),
+    ({NAME: (5 * 96, U8), ".qs": (5, F32)}, {NAME: "bf16"}, "declared as 'bf16', which is no packed format"),
+    ({NAME: (5 * 96, U8), ".qs": (5, F32)}, {NAME: "int8-row"}, "declared as int8-row and has 480 bytes and 5 scales"),
     ({NAME: ((96, 5), U8), ".qs": (5, F32)}, {}, r"has shape \[96, 5\]"),
     ({NAME: (5 * 192, U8), ".qs": (2, torch.float16)}, {NAME: "fp8-b128"}, "dtype F16, fp8-b128 goes with F32;"),
 ]

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from errors import MAX_LINE, Refused
 from load.model import load_model, open_snapshot
 from settings import Settings
-from snapshot.config import ConfigFields, read_config
+from snapshot.config import read_config
+from snapshot.config_fields import ConfigFields
 from snapshot.families import glm_moe_dsa
 from snapshot.index import INDEX_FILE, MAX_HEADER_BYTES, read_header
 from snapshot.reader import MAX_TEXT_BYTES
@@ -273,10 +274,10 @@ BAD_HEADERS = [
     *(({"a": fields}, "tensor a lacks a dtype, a shape or data_offsets") for fields in LACKING),
     *((header, "the safetensors header is not valid JSON") for header in NO_JSON),
     ({"a": entry([4], 0, 8)}, "tensor a of shape [4] and dtype F32 does not fill its 8 bytes"),
-    ({"a": entry([2], 0, 8), "b": entry([1], 4, 8)}, "tensor b overlaps its neighbour"),
-    ({"a": entry([1], 0, 4), "b": entry([1], 0, 4)}, "tensor b overlaps its neighbour"),
-    ({"a": entry([0], 4, 4), "b": entry([2], 0, 8)}, "tensor a overlaps its neighbour"),
-    ({"a": entry([1], 4, 8)}, "tensor a overlaps its neighbour or leaves a gap"),
+    ({"a": entry([2], 0, 8), "b": entry([1], 4, 8)}, "tensor b overlaps its neighbor"),
+    ({"a": entry([1], 0, 4), "b": entry([1], 0, 4)}, "tensor b overlaps its neighbor"),
+    ({"a": entry([0], 4, 4), "b": entry([2], 0, 8)}, "tensor a overlaps its neighbor"),
+    ({"a": entry([1], 4, 8)}, "tensor a overlaps its neighbor or leaves a gap"),
     ({"a": entry([1], 0, 4)}, "is longer than its header says"),
     ({"a": entry([4], 0, 16)}, "expected, it ends before tensor a does)"),
     ({"\ud800": entry([2], 0, 8)}, "not valid Unicode"),

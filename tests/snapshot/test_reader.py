@@ -22,7 +22,7 @@ from tests.conftest import FIXTURES
 
 CANARY = 0xA5
 DATA = os.urandom(20 * PAGE + 123)  # of the file that most tests read
-PAUSES = reader_module.PAUSES
+RETRY_PAUSES = reader_module.RETRY_PAUSES
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def direct_works(file):
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch):
-    monkeypatch.setattr(reader_module, "PAUSES", (0, 0))
+    monkeypatch.setattr(reader_module, "RETRY_PAUSES", (0, 0))
 
 
 def pages(num_bytes):
@@ -206,7 +206,7 @@ def test_errors_that_stay(file, mode, error, calls):
 
 
 def test_pauses_are_short():
-    assert len(PAUSES) == 2 and 0 < sum(PAUSES) < 1
+    assert len(RETRY_PAUSES) == 2 and 0 < sum(RETRY_PAUSES) < 1
 
 
 @pytest.mark.parametrize("error", reader_module.DIRECT_UNSUPPORTED)

@@ -1,0 +1,83 @@
+"""ConfigFields: typed, range-checked values of a config.json."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from errors import show
+from machine.fields import MISSING, FieldReader
+
+
+class ConfigFields(FieldReader):
+    """Fields of a JSON object; null counts as absent. Every error names the file and the key.
+
+    Defaults are range-checked as values are: some ranges depend on other keys.
+    """
+
+    prefix: str  # of keys in error messages, "rope_parameters." for a nested object
+
+    def __init__(self, values: dict[str, Any], path: Path | str, prefix: str = ""):
+        super().__init__(values, str(path))
+        self.prefix = prefix
+
+    def nested(self, key: str, values: dict[str, Any]) -> "ConfigFields":
+        """Fields of the object under `key`."""
+        return ConfigFields(values, self.subject, f"{self.prefix}{key}.")
+
+    def label(self, name: str) -> str:
+        return f"{self.subject}: {self.prefix}{name}"
+
+    def reject(self, name: str, problem: str) -> NoReturn:
+        self.refuse(name, f"{self.label(name)} {problem}")
+
+    def expected(self, name: str, value: Any, what: str) -> NoReturn:
+        self.reject(name, f"is {show(value)}, expected {what}")
+
+    def find_or(self, name: str, default: Any) -> Any:
+        value = super().find_or(name, default)
+        return default if value is None else value
+
+    def get(self, name: str, default: Any = MISSING) -> Any:
+        """The value as JSON has it."""
+        return self.find_or(name, default)
+
+    def count(self, name: str, default: int | None = MISSING, low: int = 1, high: int = 1 << 24) -> int:
+        """A whole number; the range of most counts and widths."""
+        return self.whole(name, default, low, high)
+
+    def first_present(self, *names: str) -> str:
+        """The first of several spellings that the object has, or the first spelling if it has none."""
+        return next((name for name in names if self.find(name) is not None), names[0])
+
+    def alias(self, *names: str) -> str:
+        """The first of several names of one value that is present; refused if two present values differ."""
+        name = self.first_present(*names)
+        value = self.find(name)
+        for other in names:
+            if self.find(other) not in (None, value):
+                self.reject(name, f"is {show(value)}, but {other} is {show(self.find(other))}; they mean the same")
+        return name
+
+    def require(self, name: str, *allowed: Any) -> None:
+        """Refuse a value that changes the arithmetic, unless it is absent or one that this engine computes."""
+        value = self.find(name)
+        if value is not None and value not in allowed:
+            self.reject(name, f"is {show(value)}, this engine computes only {' or '.join(map(repr, allowed))}")
+
+    def words(self, name: str, allowed: Sequence[str], length: int) -> tuple[str, ...] | None:
+        """A list of `length` words out of `allowed`, or None if absent."""
+        value = self.find(name)
+        if value is None:
+            return None
+        if not isinstance(value, list) or len(value) != length or any(word not in allowed for word in value):
+            self.reject(name, f"must be a list of {length} entries, each {' or '.join(allowed)}")
+        return tuple(value)
+
+    def token_ids(self, name: str, vocab_size: int) -> tuple[int, ...]:
+        """A token id or a list of them; empty if absent."""
+        value = self.get(name, [])
+        value = value if isinstance(value, list) else [value]
+        for token in value:
+            if type(token) is not int or not 0 <= token < vocab_size:
+                self.reject(name, f"holds {show(token)}, which is no id of a vocabulary of {vocab_size}")
+        return tuple(value)
