@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -52,14 +52,12 @@ def make_app(service: HttpService, access: AccessControl) -> ASGIApp:
     return AccessMiddleware(app, service, access)
 
 
-async def on_api_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
+async def on_api_error(request: Request, error: Any) -> Response:
     return JSONResponse(error.body, error.status, error.headers)
 
 
-async def on_http_exception(request: Request, error: Exception) -> Response:
+async def on_http_exception(request: Request, error: Any) -> Response:
     """Answer what the routing refuses: an unknown path, a wrong method."""
-    assert isinstance(error, HTTPException)
     return await on_api_error(request, ApiError(error.status_code, error.detail, headers=error.headers))
 
 
@@ -97,8 +95,8 @@ class Routes:
         return await asyncio.get_running_loop().run_in_executor(self.service.worker, parse_and_read)
 
     async def chat_completions(self, request: Request) -> Response:
-        asked = await self.read_request(request, read_chat_request)
-        generation = Generation(self.service, [asked.chat.ids], asked.params, asked.make_parser)
+        chat, params = await self.read_request(request, read_chat_request)
+        generation = Generation(self.service, [chat.ids], params, chat.make_parser)
         return await respond(request, ChatResponseBuilder(generation))
 
     async def completions(self, request: Request) -> Response:

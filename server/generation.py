@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 
-from generate.request import ActiveRequest, Finished, NewToken, Prefilled, QueueFull, Request, Started
+from generate.request import ActiveRequest, Event, Finished, NewToken, Prefilled, QueueFull, Request, Started
 from server.http_service import HttpService
 from server.openai.api_error import ApiError, JsonObject
 from server.openai.choice_stream import ChoiceDelta, ChoiceStream, Parser
@@ -15,14 +15,13 @@ from server.openai.sampling_params import SamplingParams
 
 RETRY_SECONDS = 0.2  # after which a full queue is tried again
 
-Event = Started | Prefilled | NewToken | Finished
 # The number of a choice and what it gained; or the number of a prompt that was prefilled.
 Update = tuple[int, ChoiceDelta | Prefilled]
 
 
 class Generation:
-    """Each prompt is one job of `params.n` sequences: choice prompt * n + row. Prompts that have no room in the queue
-    are submitted while others end."""
+    """Each prompt is one request to the engine, of `params.n` sequences: choice prompt * n + row. Prompts that have no
+    room in the queue are submitted while others end."""
 
     def __init__(
         self, service: HttpService, prompts: list[list[int]], params: SamplingParams, make_parser: Callable[[], Parser]
@@ -37,7 +36,7 @@ class Generation:
         self.has_event = asyncio.Event()
         self.events: deque[tuple[int, Event, float]] = deque()  # (prompt, event, time)
         self.waiting = deque(range(len(prompts)))  # prompts that are not submitted yet
-        self.jobs: dict[int, ActiveRequest] = {}
+        self.active: dict[int, ActiveRequest] = {}  # prompt -> its request
         self.start_time = time.perf_counter()
         self.num_cached = 0  # prompt tokens found in the prefix cache
         self.is_started = False
@@ -45,16 +44,17 @@ class Generation:
         self.failure: ApiError | None = None
         self.submit_waiting()
 
-    # --- jobs ---
+    # --- requests ---
 
     def submit_waiting(self) -> None:
         """Submit prompts until the queue is full. ApiError if not even the first one has room."""
         while self.waiting:
             prompt = self.waiting[0]
             try:
-                job = self.service.scheduler.submit(self.make_request(prompt), partial(self.receive, prompt))
+                request = self.make_request(prompt)
+                self.active[prompt] = self.service.scheduler.submit(request, partial(self.receive, prompt))
             except QueueFull as full:
-                if self.jobs:
+                if self.active:
                     return
                 self.service.metrics.refused.inc()
                 seconds = str(max(1, round(full.retry_after)))
@@ -64,7 +64,6 @@ class Generation:
                 raise ApiError(400, str(error)) from None
             except RuntimeError:
                 raise shutting_down() from None
-            self.jobs[prompt] = job
             self.waiting.popleft()
 
     def make_request(self, prompt: int) -> Request:
@@ -95,8 +94,8 @@ class Generation:
         if self.is_aborted:
             return
         self.is_aborted = True
-        for job in self.jobs.values():
-            job.cancel()
+        for request in self.active.values():
+            request.cancel()
         for choice in self.choices:
             if not choice.is_finished:
                 self.service.metrics.choice_ended(choice, "error" if self.failure else "cancelled")
@@ -152,7 +151,7 @@ class Generation:
                 self.service.metrics.first_token.observe(event_time - self.start_time)
             delta = choice.add_token(event, event_time)
             if choice.is_finished:
-                self.jobs[prompt].cancel(event.row)
+                self.active[prompt].cancel(event.row)
         else:
             delta = choice.end(self.check_reason(event))
         if choice.is_finished:

@@ -13,11 +13,7 @@ class ReplyParser(StreamParser):
     answer_prefix: the start of the answer, where the prompt already holds it."""
 
     def __init__(
-        self,
-        reasoning: str = "off",
-        tools: ToolSchemas | None = None,
-        one_call: bool = False,
-        answer_prefix: str = "",
+        self, reasoning: str = "off", tools: ToolSchemas | None = None, one_call: bool = False, answer_prefix: str = ""
     ):
         states = {"open": self.parse_reasoning, "maybe": self.parse_start, "off": self.parse_content}
         super().__init__(states[reasoning], answer_prefix)

@@ -1,7 +1,7 @@
 """A request to /v1/chat/completions: the prompt that the chat template makes of it, and how to parse the answer."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from errors import Refused
@@ -27,40 +27,33 @@ class RenderedChat:
     ids: list[int]
     reasoning: str  # as of ReplyParser, or harmony
     tools: ToolSchemas | None
-    is_one_call: bool
+    one_call: bool
     answer_prefix: str  # the start of the answer, where the prompt holds it: of a tool call that is required
 
-
-@dataclass(frozen=True)
-class ChatRequest:
-    chat: RenderedChat
-    params: SamplingParams
-    one_call: bool
-
     def make_parser(self) -> Parser:
-        chat = self.chat
-        if chat.reasoning == "harmony":
-            return HarmonyParser(chat.tools, self.one_call, chat.answer_prefix)
-        return ReplyParser(chat.reasoning, chat.tools, self.one_call, chat.answer_prefix)
+        if self.reasoning == "harmony":
+            return HarmonyParser(self.tools, self.one_call, self.answer_prefix)
+        return ReplyParser(self.reasoning, self.tools, self.one_call, self.answer_prefix)
 
 
-def read_chat_request(fields: RequestFields, service: HttpService) -> ChatRequest:
+def read_chat_request(fields: RequestFields, service: HttpService) -> tuple[RenderedChat, SamplingParams]:
     with_logprobs = fields.flag("logprobs", False)
     top_logprobs = fields.whole("top_logprobs", None, 0, MAX_TOP_LOGPROBS)
     if top_logprobs is not None and not with_logprobs:
         fields.refuse_value("top_logprobs", "needs logprobs to be true")
     limits = [fields.whole(name, None, 1, 1 << 62) for name in ("max_completion_tokens", "max_tokens")]
     max_tokens = min((limit for limit in (*limits, service.max_tokens) if limit is not None), default=None)
-    params = read_sampling_params(fields, service, max_tokens, (top_logprobs or 0) if with_logprobs else None)
+    top_logprobs = (top_logprobs or 0) if with_logprobs else None
+    params = read_sampling_params(fields, service, max_tokens, top_logprobs, prompt_logprobs=False)
     fields.require_neutral("service_tier", "auto", "default")
     fields.require_neutral("store", False)
     fields.require_neutral("modalities", ["text"])
     fields.require_neutral("response_format", {"type": "text"})
     fields.require_neutral("verbosity", "medium")
-    is_parallel = fields.flag("parallel_tool_calls", True)
+    one_call = not fields.flag("parallel_tool_calls", True)
     chat = render_chat(fields, service)
     fields.refuse_unread(WITHOUT_EFFECT)
-    return ChatRequest(chat, params, not is_parallel or chat.is_one_call)
+    return replace(chat, one_call=one_call or chat.one_call), params
 
 
 def render_chat(fields: RequestFields, service: HttpService) -> RenderedChat:
@@ -77,9 +70,7 @@ def render_chat(fields: RequestFields, service: HttpService) -> RenderedChat:
     if tool_choice == "none" or not schemas:
         tools, schemas = [], {}
     elif tool_format is None:
-        fields.refuse_value(
-            "tools", "the chat template of this model has no tool calls in the format of GLM, Hermes or gpt-oss"
-        )
+        fields.refuse_value("tools", "the chat template has no tool calls in the format of GLM, Hermes or gpt-oss")
     answer_prefix = ""
     if tool_choice not in ("none", "auto"):
         assert tool_format
@@ -93,9 +84,8 @@ def render_chat(fields: RequestFields, service: HttpService) -> RenderedChat:
         fields.refuse_value("messages", "the chat template makes no token of them")
     service.check_length(ids)
     reasoning = find_reasoning(text, template, answer_prefix)
-    return RenderedChat(
-        ids, reasoning, ToolSchemas(schemas) if schemas else None, isinstance(tool_choice, list), answer_prefix
-    )
+    one_call = isinstance(tool_choice, list)
+    return RenderedChat(ids, reasoning, ToolSchemas(schemas) if schemas else None, one_call, answer_prefix)
 
 
 def read_template_variables(fields: RequestFields, service: HttpService, template: ChatTemplate) -> JsonObject:
@@ -156,9 +146,9 @@ def find_reasoning(text: str, template: ChatTemplate, answer_prefix: str) -> str
     harmony."""
     if CHANNEL in template.source:
         return "harmony"
-    end = text.rstrip()
     if answer_prefix:
         return "off"
+    end = text.rstrip()
     if end.endswith(THINK):
         return "open"
     return "maybe" if THINK_END in template.source and not end.endswith(THINK_END) else "off"

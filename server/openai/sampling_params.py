@@ -31,11 +31,7 @@ class SamplingParams:
 
 
 def read_sampling_params(
-    fields: RequestFields,
-    service: HttpService,
-    max_tokens: int | None,
-    top_logprobs: int | None,
-    prompt_logprobs: bool = False,
+    fields: RequestFields, service: HttpService, max_tokens: int | None, top_logprobs: int | None, prompt_logprobs: bool
 ) -> SamplingParams:
     n = fields.whole("n", 1, 1, 1 << 20)
     if n > service.num_slots:

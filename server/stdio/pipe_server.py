@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 
 from errors import Refused
 from experts.cache import CacheCounters
-from generate.request import ActiveRequest, Finished, NewToken, Prefilled, QueueFull, Request, Started
+from generate.request import Event, Finished, NewToken, QueueFull, Request
 from generate.scheduler import Scheduler
 from load.model import LoadedModel
 from machine.console import say
@@ -157,10 +157,10 @@ class PipeServer:
 
     def generate(self, slot: PipeSlot, request: Request, line_end: str = "") -> None:
         """Write the answer while it is generated, then END and STAT. The slot keeps what was written."""
-        events: queue.SimpleQueue[Started | Prefilled | NewToken | Finished] = queue.SimpleQueue()
+        events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         start_time = 0.0  # of the first token: the prefill paid for it
         before = CacheCounters()
-        job: ActiveRequest = self.scheduler.submit(request, events.put)
+        active = self.scheduler.submit(request, events.put)
         ids = list(request.prompt_ids)
         num_prompt = len(ids)
         try:
@@ -172,7 +172,7 @@ class PipeServer:
                     ids.append(event.id)
                     self.write_text(slot.detokenizer.add_token(event.id))
         finally:
-            job.cancel()  # without effect on one that is finished
+            active.cancel()  # without effect on one that is finished
         num_tokens = len(ids) - num_prompt
         is_truncated = event.reason == "length"
         is_complete = event.reason in ("stop", "length")
@@ -190,7 +190,7 @@ class PipeServer:
             stat.hit_rate = hit_rate_since(before, self.counters)
         self.write_end(stat, line_end, None if is_complete else event.error or event.reason)
 
-    def next_event(self, events: queue.SimpleQueue) -> Started | Prefilled | NewToken | Finished:
+    def next_event(self, events: queue.SimpleQueue[Event]) -> Event:
         """Wait for an event. BrokenPipeError when stdout is closed meanwhile."""
         while True:
             try:
