@@ -9,6 +9,7 @@ Exit code 0: done. 1: a check failed, or a NaN came up. 2: bad usage or a bad sn
 
 import sys
 
+from errors import Refused
 from machine.exit import exit_code
 from settings import USAGE, Settings
 
@@ -18,7 +19,8 @@ def main(arguments: list[str]) -> int:
     if {"-h", "--help"} & set(arguments):
         print(USAGE)
         return 0
-    return exit_code("colibri", lambda: run(Settings.read(arguments)))
+    positional = [argument for argument in arguments if argument != "--tools"]
+    return exit_code("colibri", lambda: run(Settings.read(positional, tools="--tools" in arguments)))
 
 
 def run(settings: Settings) -> int:
@@ -53,6 +55,8 @@ def run(settings: Settings) -> int:
         if not settings.ref and snapshot_folder(settings) and not reference_path(settings).exists():
             print(USAGE, file=sys.stderr)
             return 2
+    if settings.tools and mode is not run_chat:
+        raise Refused("--tools: only a chat has tools; set CHAT=1 in a terminal and no other mode, or use chat_cli.py")
     return run_mode("colibri", settings, mode, open_server if mode is run_serve else open_snapshot)
 
 

@@ -57,7 +57,7 @@ IGNORED = (
 )
 
 USAGE = """\
-usage: [SNAP=folder] MODE python colibri.py [cap] [expert_bits] [dense_bits]
+usage: [SNAP=folder] MODE python colibri.py [cap] [expert_bits] [dense_bits] [--tools]
 
   PROMPT="Once upon a time"   generate text; CHAT=1 puts it in the chat template
   CHAT=1                      chat in the terminal
@@ -68,6 +68,7 @@ usage: [SNAP=folder] MODE python colibri.py [cap] [expert_bits] [dense_bits]
   (no mode)                   generate from the prompt of REF and compare with the reference
   REF=file.json               the reference, by default ref_glm.json of the snapshot
 
+--tools: in a chat, the model may call a calculator and python.
 cap: expert slots per layer, 0 = what the budget allows; bits: 16 = as stored, 8, 4 or 2 quantize at load.
 Every variable: docs/env_vars.md"""
 
@@ -118,6 +119,7 @@ class Settings:
     cap: int
     expert_bits: int
     dense_bits: int
+    tools: bool  # of a chat
     notices: tuple[str, ...]
 
     @property
@@ -138,6 +140,7 @@ class Settings:
         snap: str | None = None,
         ngen: int = 64,
         draft: str = "auto",
+        tools: bool = False,
     ) -> "Settings":
         """Read the command-line arguments and the environment. Refused for a value out of its range.
 
@@ -204,6 +207,7 @@ class Settings:
             cap=positional.whole("cap", 0, 0, 1 << 20),
             expert_bits=int(positional.one_of("expert_bits", BITS, "16")),
             dense_bits=int(positional.one_of("dense_bits", BITS, "16")),
+            tools=tools,
             notices=tuple(env.notices),
         )
 

@@ -10,6 +10,7 @@ from generate.draft import Drafter
 from generate.proposers import Proposers
 from generate.sampler import Sampler
 from generate.sequence import Prefill, Sequence
+from generate.tools.tool_state import ToolState
 from text.prompt import positions_needed
 
 
@@ -42,13 +43,15 @@ def spec_decode(
     counters: DecodeCounters | None = None,
     proposers: Proposers | None = None,
     should_stop: Callable[[], bool] | None = None,
+    tool_state: ToolState | None = None,
 ) -> Generator[int, None, None]:
     """Yield up to max_tokens ids that follow prompt_ids; a stop id ends the generation and is not yielded.
 
     kv may hold the first kv.length prompt ids; the rest is prefilled, and afterwards kv holds every id but the last
     yielded. It needs room for the rest of the prompt and max_tokens - 1 more: ValueError otherwise. proposers: of an
     earlier text in kv, by default new ones. should_stop is asked during the prefill: true ends the generation, and kv
-    holds the chunks before. Nothing runs before the first `next`.
+    holds the chunks before. tool_state: tool calls of this text; forced tokens are yielded as sampled ones are. Nothing
+    runs before the first `next`.
     """
     counters = counters or DecodeCounters()
     ids = list(prompt_ids)
@@ -61,7 +64,7 @@ def spec_decode(
     if drafter and not proposers:
         proposers = Proposers(model, kv)
     batch, num_yielded = Batch(model, drafter), len(ids)
-    sequence = Sequence(ids, kv, sampler, max_tokens, stop_ids, proposers=proposers)
+    sequence = Sequence(ids, kv, sampler, max_tokens, stop_ids, proposers=proposers, tool_state=tool_state)
     try:
         # 1) prefill: logits after the last prompt token alone
         logits = batch.prefill(Prefill(ids, kv, proposers), progress, should_stop)

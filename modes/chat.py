@@ -3,7 +3,7 @@
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from types import FrameType
@@ -15,11 +15,13 @@ from forward.kv_cache import make_kv_cache
 from generate.decode import DecodeCounters, spec_decode
 from generate.draft import Drafter
 from generate.proposers import Proposers
+from generate.tools.tool_state import Tool, ToolState
 from load.model import LoadedModel, OpenedSnapshot, load_model
 from machine.console import PrefillProgress, say
 from machine.exit import Terminated
 from machine.memory import rss_bytes
 from modes.chat_history import ChatHistory
+from modes.chat_tools import NOTICE, make_tool
 from modes.report import RunReport, divide, save_usage
 from modes.text import describe_sampler, make_sampler, write
 from text.detokenizer import Detokenizer
@@ -37,10 +39,14 @@ def run_chat(settings: "Settings", opened: OpenedSnapshot, message: str | None =
     """Answer `message` alone, or the lines of stdin turn by turn -> exit code."""
     tokenizer = TextTokenizer(opened.folder, opened.config)
     history = ChatHistory(settings, opened.config, tokenizer, opened.context)
-    ids = None if message is None else history.add_question(message)  # before the weights are read: it may be refused
+    # Before the weights are read: both may be refused.
+    ids = None if message is None else history.add_question(message)
+    tools = [make_tool(tokenizer)] if settings.tools else []
     if history.prefix.notice:
         say(history.prefix.notice)
-    chat = Chat(settings, load_model(settings, opened), tokenizer)
+    if tools:
+        say(NOTICE)
+    chat = Chat(settings, load_model(settings, opened), tokenizer, tools)
     say(
         f"[chat] answers of at most {settings.ngen} tokens (NGEN), {opened.context} positions (CTX) | "
         f"{describe_sampler(chat.sampler)}"
@@ -100,7 +106,9 @@ class ChatTotals:
 class Chat:
     """A loaded model with one KV cache, which keeps the prefix that a prompt shares with the one before."""
 
-    def __init__(self, settings: "Settings", loaded: LoadedModel, tokenizer: TextTokenizer) -> None:
+    def __init__(
+        self, settings: "Settings", loaded: LoadedModel, tokenizer: TextTokenizer, tools: Sequence[Tool] = ()
+    ) -> None:
         self.loaded = loaded
         self.model = loaded.model
         self.tokenizer = tokenizer
@@ -111,6 +119,7 @@ class Chat:
         self.drafter = Drafter(self.model, self.run.draft_length)
         self.sampler = make_sampler(settings)
         self.stop_ids = all_stop_ids(loaded.config, tokenizer)
+        self.tools = tools
         self.ngen = settings.ngen
         self.totals = ChatTotals()
 
@@ -141,6 +150,7 @@ class Chat:
             counters,
             self.proposers,
             should_stop=lambda: stop_key.pressed,
+            tool_state=ToolState(ids, self.tools, self.tokenizer) if self.tools else None,
         )
         began = None
         try:

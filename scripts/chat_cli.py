@@ -19,6 +19,9 @@ stopped before its answer began is removed. When less than NGEN tokens (at most 
 answer, the oldest turns are forgotten until the rest takes half of CTX: dropping them one by one would mean a full
 prefill each time. A message that does not fit CTX by itself is refused.
 
+--tools lets the model call a calculator and python between <|python_start|> and <|python_end|> (modes/chat_tools.py); a
+model whose tokenizer lacks these markers is refused. Its programs run on this machine, limited but not isolated.
+
 Exit codes are those of colibri.py.
 """
 
@@ -41,10 +44,11 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("arguments", nargs="*", metavar="N", help="cap, expert_bits and dense_bits of colibri.py")
     parser.add_argument("--prompt", metavar="TEXT", help="one message: its answer, and the end")
+    parser.add_argument("--tools", action="store_true", help="let the model call a calculator and python")
     args = parser.parse_args(arguments)
 
     def run() -> int:
-        settings = without_mode(Settings.read(args.arguments, ngen=CHAT_NGEN), "a chat")
+        settings = without_mode(Settings.read(args.arguments, ngen=CHAT_NGEN, tools=args.tools), "a chat")
         if args.prompt is not None and not args.prompt.strip():
             raise Refused("--prompt is empty; give it some text, or leave it out to chat")
         message = None if args.prompt is None else utf8(args.prompt, "--prompt")

@@ -1,4 +1,4 @@
-"""The chat: what it remembers between turns, what a cut-off leaves, and the program as a user drives it."""
+"""The chat: its KV cache over the turns, answers that are cut off, and the program at a terminal."""
 
 import io
 import json
@@ -36,7 +36,7 @@ from text.tokenizer import TextTokenizer
 
 CONFIG = read_config(EMBEDDED_SNAPSHOT)[0]
 TOKENIZER = TextTokenizer(EMBEDDED_SNAPSHOT, CONFIG)
-# Takes the terminal it is told as its controlling one, so that its Ctrl-C reaches the program, and becomes the program.
+# Makes a terminal its controlling one, so that Ctrl-C there reaches it, and replaces itself by the program.
 ON_TERMINAL = """
 import fcntl, os, sys, termios
 terminal = os.open(sys.argv[1], os.O_RDWR)
@@ -53,7 +53,7 @@ def history_of(ctx=1024, **variables):
 
 
 class Dialogue:
-    """A chat and its history on a loaded model. `rows` are the rows of its forwards, a list for each turn."""
+    """A chat and its history on a loaded model. rows: for each turn the token rows of its forward passes."""
 
     def __init__(self, load, **variables):
         variables = {"TEMP": 0, "NGEN": 12, "CTX": 512} | variables
@@ -70,7 +70,7 @@ class Dialogue:
         self.chat.kv.advance = counted
 
     def turn(self, text, stop_key=None):
-        """-> (ids of the prompt, the answer, what cut it off)."""
+        """-> (prompt ids, answer, why it was cut off)."""
         ids, shown = self.history.add_question(text), []
         self.rows.append([])
         answer, cut = self.chat.generate_answer(ids, stop_key or StopKey(), shown.append)
@@ -79,29 +79,29 @@ class Dialogue:
         return ids, answer, cut
 
     def fresh(self, ids, num_tokens=12):
-        """The greedy answer of a state that remembers nothing."""
+        """The greedy answer with an empty KV cache."""
         kv = make_kv_cache(self.model.config, len(ids) + num_tokens)
         return TOKENIZER.decode(list(spec_decode(self.model, kv, ids, Sampler(), num_tokens, self.chat.stop_ids)))
 
 
 class PressAfter(StopKey):
-    """Ctrl-C after so many looks at it."""
+    """A StopKey that is pressed after it was asked `asks` times."""
 
-    def __init__(self, looks):
-        self.looks = looks
+    def __init__(self, asks):
+        self.asks = asks
 
     @property
     def pressed(self):
-        self.looks -= 1
-        return self.looks < 0
+        self.asks -= 1
+        return self.asks < 0
 
 
-# --- what is remembered -----------------------------------------------------------------------------------------------
+# --- the KV cache over the turns --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("draft", ["0", "auto", "4"])
-def test_every_turn_equals_a_fresh_prefill_and_reads_in_only_what_is_new(load, draft):
-    """Also where the answer before was cut off by NGEN, which half of these are."""
+def test_every_turn_equals_a_fresh_prefill_and_prefills_only_new_tokens(load, draft):
+    """Also after an answer that NGEN cut off, as half of these are."""
     dialogue, held, cuts, before = Dialogue(load, DRAFT=draft, NGEN=10), [], [], []
     for text in ("Who art thou?", "Tell me of the king and of his house.", "Why?", "And then?"):
         ids, answer, cut = dialogue.turn(text)
@@ -118,8 +118,8 @@ def test_every_turn_equals_a_fresh_prefill_and_reads_in_only_what_is_new(load, d
     )
 
 
-def test_the_head_remembers_the_turns_before(load):
-    """Its slots are those of one prefill of the whole conversation; after /clear it begins anew."""
+def test_the_mtp_cache_holds_the_turns_before(load):
+    """Its positions equal those of one prefill of the whole conversation; after /clear it begins anew."""
     dialogue = Dialogue(load, DRAFT="3")
     for text in ("Who art thou?", "Tell me of the king and of his house.", "Why?"):
         ids, answer, _ = dialogue.turn(text)
@@ -138,7 +138,7 @@ def test_the_head_remembers_the_turns_before(load):
     assert answer == dialogue.fresh(ids) and kv.mtp_base == 3 and kv.mtp_length >= len(ids) - 3
 
 
-def test_a_cleared_conversation_keeps_the_beginning_alone(load):
+def test_a_cleared_conversation_keeps_only_the_shared_prefix(load):
     dialogue = Dialogue(load)
     _, first, _ = dialogue.turn("Who art thou?")
     dialogue.history.clear()
@@ -149,16 +149,16 @@ def test_a_cleared_conversation_keeps_the_beginning_alone(load):
     assert [message["role"] for message in dialogue.history.messages] == ["user", "assistant"]
 
 
-def test_an_answer_stopped_between_tokens_stays_and_the_chat_goes_on(load):
+def test_an_answer_stopped_between_tokens_stays_in_the_conversation(load):
     dialogue = Dialogue(load, DRAFT="4")
     ids, answer, cut = dialogue.turn("Who art thou?", PressAfter(5))
     assert cut == "stopped" and dialogue.fresh(ids).startswith(answer) and 0 < len(answer) < len(dialogue.fresh(ids))
-    assert dialogue.chat.totals.num_tokens <= 8  # those of one forward may come together
+    assert dialogue.chat.totals.num_tokens <= 8  # one forward pass may give several
     ids, answer, _ = dialogue.turn("Go on.")
     assert TOKENIZER.decode(ids).count("<|user|>") == 2 and answer == dialogue.fresh(ids)
 
 
-def test_a_question_stopped_while_it_is_read_in_leaves_the_state_whole(load):
+def test_a_question_stopped_during_its_prefill_leaves_the_kv_cache_consistent(load):
     dialogue = Dialogue(load, PREFILL_CHUNK=8, DRAFT="4")
     dialogue.turn("Who art thou?")
     ids = dialogue.history.add_question(
@@ -193,9 +193,11 @@ def test_a_full_context_forgets_the_oldest_turns(capsys):
         assert len(ids) + history.reserve - 1 <= 100 and len(history.messages) % 2 == 1
         assert history.messages[-1]["content"].startswith(f"Question {number},")
         history.add_answer("He said nothing.")
-    said = capsys.readouterr().err.splitlines()
-    assert 0 < len(said) < 6  # several turns at once, for each time all is read in again
-    assert all(re.fullmatch(r"\[chat\] CTX=100 is full: the oldest (turn is|\d turns are) forgotten", s) for s in said)
+    notices = capsys.readouterr().err.splitlines()
+    assert 0 < len(notices) < 6  # several turns at once, because each time means a full prefill
+    assert all(
+        re.fullmatch(r"\[chat\] CTX=100 is full: the oldest (turn is|\d turns are) forgotten", s) for s in notices
+    )
 
 
 def test_a_message_that_does_not_fit_is_refused_and_changes_nothing(capsys):
@@ -214,11 +216,11 @@ def test_a_message_that_does_not_fit_is_refused_and_changes_nothing(capsys):
     ("text", "rendered"),
     [
         ("Hm.</think>Four.", "<think>Hm.</think>Four."),
-        ("Hm. Let me", "<think>Hm. Let me</think>"),  # cut off in the middle of a thought
+        ("Hm. Let me", "<think>Hm. Let me</think>"),  # cut off in the middle of the reasoning
         ("", "<think></think>"),
     ],
 )
-def test_thoughts_are_whole_in_the_history(text, rendered):
+def test_reasoning_is_closed_in_the_history(text, rendered):
     history = history_of(THINK=1)
     history.add_question("2+2?")
     history.add_answer(text)
@@ -265,18 +267,18 @@ def test_every_line_of_a_pipe_is_a_turn(run_chat):
     assert run_chat(b"/exit\nx")[:2] == (0, "")
 
 
-def test_an_answer_has_256_tokens_at_most_unless_told_otherwise(run_chat):
+def test_an_answer_has_256_tokens_at_most_by_default(run_chat):
     assert "answers of at most 256 tokens (NGEN)" in run_chat(b"", NGEN="")[2]
     assert "answers of at most 64 tokens (NGEN)" in run_chat(b"", NGEN=64)[2]
 
 
-def test_a_bad_message_is_one_line_and_the_chat_goes_on(run_chat):
+def test_a_bad_message_is_one_line_and_does_not_end_the_chat(run_chat):
     code, out, err = run_chat(b"caf\xe9\n" + b"the king " * 300 + b"\nWho art thou?\n")
     assert code == 0 and out.count("\n") == 1
     assert "[chat] the message is not valid UTF-8" in err and re.search(r"the message has \d+ tokens, CTX is 256", err)
 
 
-def test_a_cut_off_is_said(run_chat):
+def test_a_cut_off_answer_is_reported(run_chat):
     code, out, err = run_chat(b"Tell me of the king and of his house.\n", NGEN=3)
     assert code == 0 and len(out) > 3 and "[chat] cut off at NGEN=3; the answer stays" in err
     assert "cut off: CTX=24 is full" in run_chat(b"Tell me of the king and of his house.\n", CTX=24)[2]
@@ -290,7 +292,7 @@ def test_one_shot_equals_prompt_with_the_template(run_chat, monkeypatch, capfdbi
     assert code == colibri.main([]) == 0 and capfdbinary.readouterr().out == out.encode()
 
 
-def test_variables_of_other_modes_are_said_to_do_nothing(run_chat):
+def test_variables_of_other_modes_are_reported_as_ignored(run_chat):
     code, _, err = run_chat(b"", PROMPT="x", TF=1, SCORE="no-file")
     assert code == 0 and re.findall(r"\[env\] (\w+) has no effect on a chat", err) == ["PROMPT", "SCORE", "TF"]
 
@@ -328,8 +330,8 @@ def test_bad_usage_is_one_line_and_exit_2_before_any_weight_is_read(
 
 @pytest.mark.parametrize("ends", [EOFError, KeyboardInterrupt])
 @pytest.mark.parametrize("shows_answers", [True, False])
-def test_ctrl_d_and_ctrl_c_at_the_sign_end_the_input(monkeypatch, ends, shows_answers):
-    """Where stdout is no terminal, no line can be edited, and Ctrl-D is an empty line without an end."""
+def test_ctrl_d_and_ctrl_c_at_the_prompt_sign_end_the_input(monkeypatch, ends, shows_answers):
+    """Where stdout is no terminal, lines cannot be edited, and Ctrl-D reads as an empty line without a line end."""
 
     def read(*sign):
         if ends is EOFError and not shows_answers:
@@ -351,7 +353,7 @@ def test_ctrl_d_and_ctrl_c_at_the_sign_end_the_input(monkeypatch, ends, shows_an
 
 @pytest.fixture
 def talkative(tmp_path):
-    """The variables of a chat whose greedy answers do not end by themselves, in plain torch: not over too soon."""
+    """Variables of a chat whose greedy answers do not end by themselves, in plain torch, which is slow enough."""
     shutil.copytree(EMBEDDED_SNAPSHOT, tmp_path / "talkative")
     for name in ("config.json", "generation_config.json"):
         fields = read_json(EMBEDDED_SNAPSHOT / name) | {"eos_token_id": [2046]}
@@ -367,19 +369,19 @@ def start(environ, *arguments, **streams):
 
 
 class Keyboard:
-    """A terminal with the chat on it: what is typed, and what is shown."""
+    """A terminal that runs a program: what is typed, and what is shown."""
 
-    def __init__(self, environ):
+    def __init__(self, environ, script="scripts/chat_cli.py"):
         self.primary, secondary = os.openpty()
-        program = [os.ttyname(secondary), str(ROOT / "scripts" / "chat_cli.py")]
+        program = [os.ttyname(secondary), str(ROOT / script)]
         self.process = subprocess.Popen(
             [sys.executable, "-S", "-c", ON_TERMINAL, *program], env=environ, start_new_session=True
         )
         self.secondary, self.shown = secondary, b""
 
     def press_until(self, key, pattern):
-        """Type a key until the pattern is shown -> as wait_for. Ctrl-C forgets what was typed before it, and readline,
-        which has seen that there is more, waits for it without looking at signals: a letter frees it."""
+        """Type a key until the pattern is shown -> as wait_for. Ctrl-C drops what was typed before it, and readline,
+        which has seen that there is more, waits for it and handles no signals: a letter wakes it."""
         for turn in range(30):
             if turn:
                 self.type(b"x")
@@ -391,7 +393,7 @@ class Keyboard:
         return self.wait_for(pattern)
 
     def wait_for(self, pattern):
-        """Read until the pattern is shown; what was shown up to its end is forgotten -> it."""
+        """Read until the pattern is shown -> everything up to its end, which is then consumed."""
         while not (match := re.search(pattern, self.shown, re.DOTALL)):
             assert select.select([self.primary], [], [], 60)[0], (self.shown, self.process.poll())
             self.shown += os.read(self.primary, 4096)
@@ -410,11 +412,11 @@ class Keyboard:
 
 @pytest.fixture
 def keyboard(talkative):
-    """keyboard(**variables) -> a Keyboard; gone when the test ends."""
+    """keyboard(**variables) -> a Keyboard, closed when the test ends."""
     opened = []
 
-    def start(**variables):
-        opened.append(Keyboard(talkative | variables))
+    def start(script="scripts/chat_cli.py", **variables):
+        opened.append(Keyboard(talkative | variables, script))
         return opened[-1]
 
     yield start
@@ -423,7 +425,7 @@ def keyboard(talkative):
 
 
 def test_a_chat_on_a_terminal(keyboard):
-    """Typed with a correction; an answer is stopped and stays, the next one is given; Ctrl-C at the sign ends it."""
+    """A message is corrected while typed; a stopped answer stays; Ctrl-C at the prompt sign ends the chat."""
     keyboard = keyboard()
     keyboard.wait_for(rb"Ctrl-C stops an answer.*> ")
     keyboard.type(b"Who art thoo\x7fu?\n")
@@ -444,6 +446,22 @@ def test_a_chat_on_a_terminal(keyboard):
     keyboard.wait_for(rb"half a mess")
     assert b"Traceback" not in keyboard.press_until(b"\x03", rb"goodbye")
     assert keyboard.process.wait(timeout=60) == 0
+
+
+def test_colibri_in_a_terminal_is_the_same_chat(keyboard):
+    """With CHAT=1 and no other mode; the default of NGEN is that of a chat."""
+    keyboard = keyboard("colibri.py", CHAT="1", NGEN="")
+    keyboard.wait_for(rb"answers of at most 256 tokens.*Ctrl-C stops an answer.*> ")
+    keyboard.type(b"/stats\n")
+    keyboard.wait_for(rb"\[stats\] 0 answers.*> ")
+    keyboard.type(b"/quit\n")
+    keyboard.wait_for(rb"goodbye")
+    assert keyboard.process.wait(timeout=60) == 0
+
+
+def test_colibri_without_a_terminal_checks_the_reference(run_colibri):
+    process = run_colibri(CHAT=1)
+    assert process.returncode == 0 and b"oracle: " in process.stdout
 
 
 def test_one_shot_stopped_by_ctrl_c_is_130(talkative):
@@ -470,7 +488,7 @@ def test_sigterm_and_a_second_ctrl_c_end_the_chat(talkative):
             os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_a_reader_that_goes_away_is_no_traceback(talkative):
+def test_a_closed_stdout_is_no_traceback(talkative):
     process = start(talkative, "--prompt", "Who art thou?")
     process.stdout.read(1)
     process.stdout.close()
