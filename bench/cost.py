@@ -54,7 +54,7 @@ def selection_weights(config: ModelConfig) -> int:
 
 
 def selects(config: ModelConfig, context: int, has_indexer: bool = True) -> bool:
-    """Whether indexers select among the positions."""
+    """True where indexers select among the positions."""
     return has_indexer and bool(config.indexer_types) and context > config.index_topk
 
 

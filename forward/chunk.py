@@ -3,7 +3,7 @@
 T token rows.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -15,6 +15,7 @@ from kernels.reference import rope_angles
 from snapshot.config import ModelConfig
 
 K = TypeVar("K", bound=KvCache)
+TokenBatch = list[tuple[list[int], KvCache]]  # new tokens of each sequence, and its KV cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +47,8 @@ class Chunk(Generic[K]):
         return len(self.ids)
 
 
-def make_chunk(config: ModelConfig, batch: Iterable[tuple[list[int], K]], is_mtp: bool = False) -> Chunk[K]:
-    """batch [(ids, kv), ...], each sequence at most once -> Chunk. is_mtp: the rows are the next positions of the MTP
-    layer, which has a length of its own."""
+def make_chunk(config: ModelConfig, batch: TokenBatch, is_mtp: bool = False) -> Chunk:
+    """Each sequence at most once. is_mtp: the rows are the next positions of the MTP layer, counted by mtp_length."""
     ids: list[int] = []
     segments = []
     for new_ids, kv in batch:
@@ -60,9 +60,9 @@ def make_chunk(config: ModelConfig, batch: Iterable[tuple[list[int], K]], is_mtp
     return Chunk(torch.tensor(ids), tuple(segments), cos, sin)
 
 
-def split_batch(batch: Iterable[tuple[list[int], K]], max_rows: int) -> Iterator[list[tuple[list[int], K]]]:
-    """Split [(ids, kv), ...] in order into batches of at most max_rows token rows."""
-    part: list[tuple[list[int], K]] = []
+def split_batch(batch: TokenBatch, max_rows: int) -> Iterator[TokenBatch]:
+    """Split a batch in order into batches of at most max_rows token rows."""
+    part: TokenBatch = []
     room = max_rows
     for ids, kv in batch:
         start = 0

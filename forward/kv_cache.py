@@ -1,4 +1,4 @@
-"""KV cache of one sequence: what attention keeps of its tokens, in a kind of its own for MLA and for GQA.
+"""KV cache of one sequence: latents and rotated keys (MLA) or keys and values (GQA) of its tokens, for every layer.
 
 float32, or bfloat16 rounded half to even when it is written (config.kv_dtype). Pages cost memory only once written, so
 a large capacity is cheap.

@@ -6,20 +6,20 @@ from torch import Tensor
 
 from experts.route_observer import RouteObserver
 from forward.attention.mla import Selections
-from forward.chunk import Chunk, make_chunk, split_batch
+from forward.chunk import Chunk, TokenBatch, make_chunk, split_batch
 from forward.embed import embed
 from forward.finite import check_hidden
-from forward.kv_cache import KvCache
 from forward.layer_forward import layer_forward
 from forward.model import Model
 
+Progress = Callable[[int, int, int], None]  # (layers done, layers, token rows of the chunk)
 PROGRESS_ROWS = 8  # a chunk of at least this many token rows is a prefill worth reporting and worth stopping
 
 
 def layers_forward(
     model: Model,
-    batch: list[tuple[list[int], KvCache]],
-    progress: Callable[[int, int, int], None] | None = None,
+    batch: TokenBatch,
+    progress: Progress | None = None,
     should_stop: Callable[[], bool] | None = None,
     observer: RouteObserver | None = None,
 ) -> Iterator[tuple[Chunk, Tensor]]:
@@ -28,7 +28,7 @@ def layers_forward(
     The KV caches hold a chunk's positions when it is yielded. After each layer of a chunk of 8 rows or more
     `progress(layer, num_layers, rows)` is called, then `should_stop()` is asked: true ends the generator, and the KV
     caches hold the chunks yielded so far. ValueError, before anything is computed, when a KV cache has no room, is in
-    the batch twice, or comes without tokens. The observer is told the routes of this pass.
+    the batch twice, or comes without tokens. The observer records the routes of this pass.
     """
     for ids, kv in batch:
         if not len(ids):
@@ -38,9 +38,9 @@ def layers_forward(
     if len({id(kv) for _, kv in batch}) < len(batch):
         raise ValueError("a KV cache is in the batch twice")
     num_layers = model.config.num_layers
-    for pieces in split_batch(batch, model.prefill_chunk):
+    for part in split_batch(batch, model.prefill_chunk):
         with model.profile.measure("attention"):  # the rotary angles are most of it
-            chunk = make_chunk(model.config, pieces)
+            chunk = make_chunk(model.config, part)
             x = embed(model.weights.embed, chunk.ids)  # [T, D]
         selections: Selections = [None] * len(chunk.segments)
         is_prefill = len(chunk) >= PROGRESS_ROWS

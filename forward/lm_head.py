@@ -1,4 +1,4 @@
-"""The output head: hidden rows -> logits, computed only for the rows that are asked for."""
+"""The output head: hidden rows -> logits, computed only for the rows that are requested."""
 
 from torch import Tensor
 

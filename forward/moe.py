@@ -1,7 +1,7 @@
 """Mixture of experts: the shared expert's output, and the weighted sum of each token row's top-k routed experts.
 
-The expert cache is asked for expert ids and yields matrices in the order in which they are ready; where they come from
-is not known here. The sum is always in ascending expert id, so that order changes no bit.
+Experts are requested from the expert cache by id and come in the order in which they are ready; where from is not known
+here. The sum is always in ascending expert id, so that order changes no bit.
 
 T token rows, D model width, A active experts of a row, U distinct experts of all rows, N assignments (row, expert).
 """

@@ -12,16 +12,15 @@ the same. T token rows, D model width.
 import torch
 from torch import Tensor
 
-from forward.chunk import Chunk, make_chunk, split_batch
+from forward.chunk import Chunk, TokenBatch, make_chunk, split_batch
 from forward.embed import embed
-from forward.kv_cache import KvCache
 from forward.layer_forward import layer_forward
 from forward.model import Model
 from kernels.dispatch import linear, rms_norm
 
 
 @torch.inference_mode()
-def mtp(model: Model, batch: list[tuple[list[int], KvCache]], hidden: Tensor) -> Tensor:
+def mtp(model: Model, batch: TokenBatch, hidden: Tensor) -> Tensor:
     """Append the next MTP positions of each sequence -> s [T, D].
 
     batch [(tokens, kv), ...]: the ids that follow these positions; hidden [T, D] behind the final norm, in the order of

@@ -56,7 +56,7 @@ def prefetch_experts(model: Model, layer: int, residual: Tensor) -> None:
         x = rms_norm(residual, weights.attention.post_norm, model.config.rms_norm_eps)
         experts, starts, _, shares = group_by_expert(*route(model.config, weights.mlp, x), model.config.num_experts)
         uses = count_rows(experts, starts)
-        # The router is surest of those to which it gives most.
+        # The larger its share, the surer is the prediction of an expert.
         weight = torch.cat([shares.new_zeros(1), shares.cumsum(0)])[starts].diff().tolist()
         order = sorted(range(len(experts)), key=lambda i: -weight[i])
         cache.prefetch(layer, {experts[i]: uses[experts[i]] for i in order})

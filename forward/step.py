@@ -4,21 +4,17 @@ A batch is [(ids, KvCache), ...]: new tokens of one sequence or of several. Each
 that are not finite never come out: see forward/finite.py. T token rows, B sequences, D model width, V vocabulary.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from forward.chunk import Chunk
+from forward.chunk import Chunk, TokenBatch
 from forward.finite import check_logits
-from forward.kv_cache import KvCache
-from forward.layers_forward import layers_forward
+from forward.layers_forward import Progress, layers_forward
 from forward.lm_head import LOGIT_ROWS, lm_head
 from forward.model import Model
 from kernels.dispatch import logprobs as logprobs_and_best
-
-TokenBatch = list[tuple[list[int], KvCache]]
-Progress = Callable[[int, int, int], None]  # (layer, layers, token rows of the chunk)
 
 
 @torch.inference_mode()

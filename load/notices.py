@@ -4,7 +4,7 @@ Whatever makes a run's answers or speed differ from the plain run is in one of t
 """
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 from experts.disk import ExpertDisk
 from kernels.formats import GROUP
@@ -12,8 +12,11 @@ from load.plan import MemoryPlan
 from snapshot.config import ModelConfig
 from snapshot.dense import DenseTensors
 
+if TYPE_CHECKING:
+    from settings import Settings
 
-def lossy_options(settings: Any, num_active: int, dense: DenseTensors, disk: ExpertDisk) -> tuple[str, ...]:
+
+def lossy_options(settings: "Settings", num_active: int, dense: DenseTensors, disk: ExpertDisk) -> tuple[str, ...]:
     """The user's options that change answers, in words. num_active: active experts of a token by config.json."""
     quantizes_dense = any(dense.quantizes(stored, settings.dense_bits) for stored in dense.matrices.values())
     lossy = [
@@ -35,7 +38,7 @@ def lossy_options(settings: Any, num_active: int, dense: DenseTensors, disk: Exp
     return tuple(lossy)
 
 
-def format_notices(settings: Any, dense: DenseTensors, disk: ExpertDisk) -> Iterator[str]:
+def format_notices(settings: "Settings", dense: DenseTensors, disk: ExpertDisk) -> Iterator[str]:
     """The weight formats, and the arguments that have no effect on them."""
     ends = {"embedding": dense.embed_name, "head": dense.head_name}
     mtp_names = dense.mtp_names
@@ -60,7 +63,7 @@ def format_notices(settings: Any, dense: DenseTensors, disk: ExpertDisk) -> Iter
 
 
 def mtp_notices(dense: DenseTensors) -> Iterator[str]:
-    """Why the MTP layer gives no draft tokens, or bad ones."""
+    """Notices of an MTP layer that gives no draft tokens, or bad ones."""
     if dense.mtp_problem:
         yield f"[MTP] no draft tokens from the MTP layer: {dense.mtp_problem}"
         return
@@ -69,8 +72,8 @@ def mtp_notices(dense: DenseTensors) -> Iterator[str]:
         yield "[MTP] the layer's input projection is int4 with one scale a row: few of its draft tokens are accepted"
 
 
-def run_notices(settings: Any, config: ModelConfig, dense: DenseTensors, plan: MemoryPlan) -> Iterator[str]:
-    """What else differs from a plain run."""
+def run_notices(settings: "Settings", config: ModelConfig, dense: DenseTensors, plan: MemoryPlan) -> Iterator[str]:
+    """Notices of everything else that differs from a plain run."""
     if config.indexer_types and not dense.has_indexer:
         yield (
             "[DSA] the snapshot has no indexer: attention is dense, and answers differ from the reference beyond "

@@ -1,4 +1,4 @@
-"""What a snapshot needs and what this machine has, from headers alone: the plan that the engine would obey.
+"""Print the memory plan of a snapshot on this machine, made from its headers alone: what the engine would allocate.
 
     python scripts/plan.py models/tiny
     RAM_GB=24 CTX=8192 python scripts/plan.py /models/glm-5.2 0 4 8 --json
@@ -9,6 +9,7 @@ when it does not fit, with need and have in one line.
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -17,15 +18,15 @@ from load.model import open_snapshot
 from settings import Settings
 
 
-def main(arguments):
+def main(arguments: Sequence[str]) -> int:
     as_json = "--json" in arguments
-    words = [word for word in arguments if word != "--json"]
-    folder = words.pop(0) if words and not words[0].isdigit() else None
+    positional = [argument for argument in arguments if argument != "--json"]
+    folder = positional.pop(0) if positional and not positional[0].isdigit() else None
     if {"-h", "--help"} & set(arguments):
         print(__doc__)
         return 0
     try:
-        settings = Settings.read(words, snap=folder)
+        settings = Settings.read(positional, snap=folder)
         opened = open_snapshot(settings)
     except Refused as error:
         print(f"plan: {error}", file=sys.stderr)

@@ -29,7 +29,7 @@ from tests.scripts.test_convert import dequantized
 from tests.scripts.test_convert import run as convert
 
 MTP = ("glm_moe_dsa_mtp", "glm4_moe", "deepseek_v3")
-NEAR = 0.15  # what eight bits do to logits, whose standard deviation is near 3: 0.02 to 0.11
+NEAR = 0.15  # error of 8 bits in logits, whose standard deviation is near 3: 0.02 to 0.11
 # gpt_oss is fused wherever it is found, and published as MXFP4; FP8 is found under hub names alone.
 OTHER_NAMING = {"gpt_oss": ("mxfp4",), "glm_moe_dsa_fp8": ()}
 NAMINGS = [(name, naming) for name in FAMILIES for naming in ("hub", *OTHER_NAMING.get(name, ("fused",)))]
@@ -93,8 +93,8 @@ def test_logits_are_the_same_bits_in_any_batch(load, name):
     """At once, one at a time, in uneven chunks, and beside another sequence."""
     model, ids = load(FIXTURES / name, PREFILL_CHUNK=20).model, reference(name)[0]["seq"]
     expected = all_logits(model, ids)
-    for pieces in ([1] * 48, [12, 1, 2, 20, 13]):
-        assert torch.equal(all_logits(model, ids, pieces), expected)
+    for lengths in ([1] * 48, [12, 1, 2, 20, 13]):
+        assert torch.equal(all_logits(model, ids, lengths), expected)
     caches = [make_kv_cache(model.config, 48) for _ in range(2)]
     both = step_all(model, [(ids, caches[0]), (ids[:7], caches[1])])
     assert torch.equal(both, torch.cat([expected, expected[:7]]))

@@ -109,8 +109,8 @@ def test_bfloat16_takes_half_the_memory(load, model):
     kv = make_kv_cache(model.config, 100)
     assert kv.num_bytes == make_kv_cache(plain.config, 100).num_bytes // 2 == kv_cache_bytes(model.config, 100)
     assert kv.num_bytes == sum(t.numel() * t.element_size() for t in (kv.latents, kv.rope_keys, kv.index_keys))
-    asked = load(FIXTURES / "glm_moe_dsa_mtp", KV_DTYPE="bf16", CTX=100)
-    assert asked.plan.kv_bytes == kv.num_bytes
+    loaded = load(FIXTURES / "glm_moe_dsa_mtp", KV_DTYPE="bf16", CTX=100)
+    assert loaded.plan.kv_bytes == kv.num_bytes
     for count in (cost.kv_bytes_per_token, lambda config: cost.kv_bytes_read(config, 50)):
         assert 2 * count(model.config) == count(plain.config)
 
