@@ -232,9 +232,7 @@ def cut_at(text, until):
 def first_token(tokenizer, opened):
     """The id that stands for an empty context of a family without prefix: bos_token, or else eos_token."""
     for key in ("bos_token", "eos_token"):
-        declared = tokenizer.tokenizer_config.get(key)
-        declared = declared.get("content") if isinstance(declared, dict) else declared
-        if isinstance(declared, str) and (ids := tokenizer.find_ids([declared])):
+        if (token := tokenizer.special_tokens.get(key)) and (ids := tokenizer.find_ids([token])):
             return ids
     if ids := (*tokenizer.stop_ids, *opened.config.stop_ids)[:1]:
         return list(ids)

@@ -1,19 +1,29 @@
-"""A snapshot's chat template -> the text of a conversation, as transformers 5 renders it.
+"""Chat template of a snapshot: messages -> prompt text, as transformers 5 renders it.
 
-jinja2 in its sandbox with the filters and globals that templates count on, for a template is part of a hostile
-snapshot. Messages and tools are plain JSON values; nothing else reaches a template.
+jinja2 in its sandbox, since a template is part of an untrusted snapshot, with the filters and globals that templates
+expect. Messages and tools are plain JSON values; nothing else reaches a template.
 """
 
 import json
+from collections.abc import Mapping
 from datetime import datetime
+from typing import TYPE_CHECKING, Any
 
-REASONING = ("reasoning_content", "thinking", "reasoning")  # names of a message's thoughts, the usual one first
+if TYPE_CHECKING:
+    from jinja2.sandbox import ImmutableSandboxedEnvironment  # only chats need it; see make_environment
+
+Message = dict[str, Any]  # of the OpenAI API: role, content, tool_calls, ...
+REASONING = ("reasoning_content", "thinking", "reasoning")  # keys of a message's reasoning, the usual one first
 
 
 class ChatTemplate:
-    """Compiled once. `variables` are the names that the template asks for from outside."""
+    """A compiled template."""
 
-    def __init__(self, source, special_tokens):
+    source: str
+    special_tokens: Mapping[str, str]
+    variables: set[str]  # names that the template reads: messages, tools, enable_thinking, ...
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]):
         from jinja2 import meta
 
         environment = make_environment()
@@ -21,41 +31,44 @@ class ChatTemplate:
         self.variables = meta.find_undeclared_variables(environment.parse(source))
         self.template = environment.from_string(source)
 
-    def render(self, messages, tools=None, add_generation_prompt=True, **variables):
-        """Messages and tools of the OpenAI API, arguments of tool calls as objects -> text."""
+    def render(
+        self, messages: list[Message], tools: Any = None, add_generation_prompt: bool = True, **variables: Any
+    ) -> str:
+        """Messages and tools -> text; arguments of tool calls are objects, not JSON texts."""
         return self.template.render(
-            **self.special_tokens | variables,
-            messages=[clean(message) for message in messages],
+            **{**self.special_tokens, **variables},
+            messages=[normalize_message(message) for message in messages],
             tools=tools,
             documents=None,
             add_generation_prompt=add_generation_prompt,
         )
 
 
-def clean(message):
-    """A message without its empty fields, its thoughts under the names that templates read."""
+def normalize_message(message: Message) -> Message:
+    """A message without empty fields, its reasoning under both keys that templates read."""
     message = {name: value for name, value in message.items() if value is not None}
-    thoughts = next((message[name] for name in REASONING if name in message), None)
-    return message if thoughts is None else {"thinking": thoughts, **message, "reasoning_content": thoughts}
+    reasoning = next((message[name] for name in REASONING if name in message), None)
+    if reasoning is None:
+        return message
+    return {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
-def make_environment():
-    """-> the jinja2 environment of chat templates. Only chats need jinja2, and importing it costs a cold start a tenth
-    of a second."""
+def make_environment() -> "ImmutableSandboxedEnvironment":
+    """The jinja2 environment of chat templates. Imported here: only chats need jinja2, and it takes 0.1 s."""
     from jinja2 import TemplateError, nodes
     from jinja2.ext import Extension
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class GenerationExtension(Extension):
-        """{% generation %} marks for training what the assistant said; to a prompt it is only a block."""
+        """{% generation %} marks the assistant's tokens for training; in a prompt it is a plain block."""
 
         tags = {"generation"}
 
-        def parse(self, parser):
+        def parse(self, parser: Any) -> nodes.Scope:
             line = next(parser.stream).lineno
             return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
-    def fail(message):
+    def fail(message: str) -> None:
         raise TemplateError(message)
 
     environment = ImmutableSandboxedEnvironment(
@@ -67,6 +80,8 @@ def make_environment():
     return environment
 
 
-def to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
-    """JSON for a chat template: plain, not HTML-escaped as jinja2's own filter makes it."""
+def to_json(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    """The tojson filter of chat templates: plain JSON, not HTML-escaped as by jinja2's own filter."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
