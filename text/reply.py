@@ -29,14 +29,10 @@ class ReplyParser(StreamParser):
     def parse_start(self, segments: list[Segment]) -> bool:
         start = self.buffer.lstrip()
         if start.startswith(THINK):
-            self.buffer = start[len(THINK) :]
-            self.state = self.parse_reasoning
-            self.is_reasoning = self.drops_spaces = True
-            return True
-        if THINK.startswith(start):
-            return False
-        self.state = self.parse_content
-        return True
+            self.is_reasoning = True
+            self.drops_spaces = True
+            return self.enter(self.parse_reasoning, start[len(THINK) :])
+        return not THINK.startswith(start) and self.enter(self.parse_content, self.buffer)
 
     def parse_reasoning(self, segments: list[Segment]) -> bool:
         thoughts, tag, rest = self.buffer.partition(THINK_END)
@@ -44,11 +40,9 @@ class ReplyParser(StreamParser):
             self.append_certain(segments, "reasoning", THINK_END)
             return False
         self.append(segments, "reasoning", thoughts.rstrip())
-        self.buffer = rest
-        self.state = self.parse_content
         self.is_reasoning = False
         self.drops_spaces = True
-        return True
+        return self.enter(self.parse_content, rest)
 
     def parse_content(self, segments: list[Segment]) -> bool:
         if not self.tools:
@@ -63,9 +57,7 @@ class ReplyParser(StreamParser):
         self.append(segments, "content", content)
         self.gap = text[len(content) :]
         self.call_text = ""
-        self.buffer = rest
-        self.state = self.parse_call
-        return True
+        return self.enter(self.parse_call, rest)
 
     def parse_call(self, segments: list[Segment]) -> bool:
         assert self.tools
@@ -83,26 +75,24 @@ class ReplyParser(StreamParser):
         if self.call.is_rejected:
             self.reject_call(segments)
         elif self.call.is_finished:
-            self.buffer = self.call.buffer
-            self.end_call()
+            self.end_call(self.call.buffer)
         else:
             return False
         return True
 
-    def end_call(self) -> None:
+    def end_call(self, rest: str) -> None:
         self.num_calls += 1
         self.call = None
-        self.state = self.parse_content
         self.drops_spaces = True
         self.is_finished = self.one_call
+        self.enter(self.parse_content, rest)
 
     def reject_call(self, segments: list[Segment]) -> None:
         """Make the opening tag content, and parse again what follows it."""
         self.append(segments, "content", self.gap + CALL_START)
-        self.buffer = self.call_text
         self.call = None
-        self.state = self.parse_content
         self.drops_spaces = False
+        self.enter(self.parse_content, self.call_text)
 
     def append(self, segments: list[Segment], kind: str, text: str) -> None:
         """Append a segment, without the spaces at the start of its section."""
@@ -126,7 +116,7 @@ class ReplyParser(StreamParser):
             if self.call:
                 segments += self.call.flush(is_truncated)
             if self.call and self.call.name:
-                self.end_call()
+                self.end_call("")
             else:
                 self.reject_call(segments)
         self.append(segments, "reasoning" if self.is_reasoning else "content", self.buffer)

@@ -7,13 +7,14 @@ segments of a text do not depend on the increments in which it arrives.
 from collections.abc import Callable
 
 Segment = tuple[str, str]
+State = Callable[[list[Segment]], bool]
 
 
 class StreamParser:
     """`state` is the method that parses the buffer next: it appends segments, and returns whether parsing goes on
     without more text."""
 
-    def __init__(self, state: Callable[[list[Segment]], bool], buffer: str = ""):
+    def __init__(self, state: State, buffer: str = ""):
         self.state = state
         self.buffer = buffer
         self.is_finished = False  # nothing counts any more; the rest of the text stays in the buffer
@@ -25,6 +26,12 @@ class StreamParser:
         while not self.is_finished and self.state(segments):
             pass
         return join_segments(segments)
+
+    def enter(self, state: State, buffer: str) -> bool:
+        """Parse the buffer with another state."""
+        self.state = state
+        self.buffer = buffer
+        return True
 
 
 def join_segments(segments: list[Segment]) -> list[Segment]:

@@ -75,9 +75,7 @@ class GlmToolParser(StreamParser):
             return False
         self.name = name
         segments.append(("call", name))
-        self.buffer = self.buffer[at:]
-        self.state = self.parse_next
-        return True
+        return self.enter(self.parse_next, self.buffer[at:])
 
     def find_tag(self) -> int | None:
         """Return where the next argument or the end of the call begins."""
@@ -94,28 +92,21 @@ class GlmToolParser(StreamParser):
             self.is_finished = True
             segments.append(("arguments", self.closing_bracket()))
             return False
-        self.buffer = self.buffer[at + len(KEY) :]
-        self.state = self.parse_key
-        return True
+        return self.enter(self.parse_key, self.buffer[at + len(KEY) :])
 
     def parse_key(self, segments: list[Segment]) -> bool:
         key, tag, rest = self.buffer.partition(KEY_END)
-        if tag:
-            self.key = key.strip()
-            self.buffer = rest
-            self.state = self.parse_value_tag
-        return bool(tag)
+        self.key = key.strip()
+        return bool(tag) and self.enter(self.parse_value_tag, rest)
 
     def parse_value_tag(self, segments: list[Segment]) -> bool:
         _, tag, rest = self.buffer.partition(VALUE)
         if not tag:
             return False
-        self.buffer = rest
-        self.state = self.parse_value
         self.is_in_string = self.tools.argument_types(self.name, self.key) == {"string"}
         if self.is_in_string:
             segments.append(("arguments", f'{self.key_json()}"'))
-        return True
+        return self.enter(self.parse_value, rest)
 
     def key_json(self) -> str:
         """Return the JSON in front of a value."""
@@ -130,16 +121,15 @@ class GlmToolParser(StreamParser):
         if self.is_in_string:
             held = 0 if tag else partial_match_length(value, (VALUE_END,))
             text = value[: len(value) - held]
-            self.buffer = rest if tag else value[len(text) :]
+            self.buffer = value[len(text) :]
             if inner := to_json(text)[1:-1] + ('"' if tag else ""):
                 segments.append(("arguments", inner))
         elif tag:
             segments.append(("arguments", self.key_json() + self.tools.argument_json(self.name, self.key, value)))
-            self.buffer = rest
-        if tag:
-            self.is_in_string = False
-            self.state = self.parse_next
-        return bool(tag)
+        if not tag:
+            return False
+        self.is_in_string = False
+        return self.enter(self.parse_next, rest)
 
     def flush(self, is_truncated: bool) -> list[Segment]:
         """Return the end of a call that was not closed. A truncated string stays open, without the start of a tag
@@ -168,10 +158,8 @@ class HermesToolParser(StreamParser):
             name = json.loads(match[1])
             if name in self.tools.schemas:
                 self.name = name
-                self.buffer = self.buffer[match.end() :]
-                self.state = self.parse_arguments
                 segments.append(("call", name))
-                return True
+                return self.enter(self.parse_arguments, self.buffer[match.end() :])
         elif CALL_END in self.buffer:
             self.parse_complete_call(segments)
             if self.name:
@@ -209,9 +197,7 @@ class HermesToolParser(StreamParser):
                 self.depth -= 1
                 if self.depth == 0:
                     segments.append(("arguments", self.buffer[: at + 1]))
-                    self.buffer = self.buffer[at + 1 :]
-                    self.state = self.parse_end
-                    return True
+                    return self.enter(self.parse_end, self.buffer[at + 1 :])
         if self.buffer:
             segments.append(("arguments", self.buffer))
             self.buffer = ""
