@@ -1,7 +1,7 @@
 """Service: what requests over HTTP and stdio need of the loaded model, and the server's defaults."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from generate.request import Request
 from generate.scheduler import Scheduler
@@ -9,14 +9,19 @@ from load.model import LoadedModel
 from text.prompt import PromptPrefix, all_stop_ids, max_answer_tokens
 from text.tokenizer import TextTokenizer
 
+if TYPE_CHECKING:
+    from settings import Settings
+
 DEFAULT_TEMPERATURE = 0.7
 Say = Callable[[str], None]
 
 
 class Service:
-    """settings: temp, nucleus, seed, ngen, think and prefix of settings.py. say: prints a line to stderr."""
+    """say: prints a line to stderr."""
 
-    def __init__(self, settings: Any, loaded: LoadedModel, scheduler: Scheduler, tokenizer: TextTokenizer, say: Say):
+    def __init__(
+        self, settings: "Settings", loaded: LoadedModel, scheduler: Scheduler, tokenizer: TextTokenizer, say: Say
+    ):
         self.scheduler = scheduler
         self.tokenizer = tokenizer
         self.say = say

@@ -8,7 +8,7 @@ import queue
 import select
 import time
 from dataclasses import dataclass, field
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 from errors import Refused
 from experts.cache import CacheCounters
@@ -25,11 +25,16 @@ from text.prompt import max_answer_tokens
 from text.reply import THINK
 from text.tokenizer import TextTokenizer
 
+if TYPE_CHECKING:
+    from settings import Settings
+
 READY, END, ERROR = (f"\x01\x01{word}\x01\x01" for word in ("READY", "END", "ERROR"))
 WATCH_SECONDS = 0.2  # between two checks whether stdout is still read
 
 
-def run_pipe_server(loaded: LoadedModel, scheduler: Scheduler, stdin: BinaryIO, stdout: BinaryIO, settings: Any) -> int:
+def run_pipe_server(
+    loaded: LoadedModel, scheduler: Scheduler, stdin: BinaryIO, stdout: BinaryIO, settings: "Settings"
+) -> int:
     """Answer the requests of stdin on stdout until stdin ends -> exit code 0. BrokenPipeError when stdout is not read
     any more. Nothing is left running in the scheduler, however it ends."""
     pipe = PipeServer(loaded, scheduler, stdout, settings)
@@ -71,7 +76,7 @@ class StatLine:
 
 
 class PipeServer:
-    def __init__(self, loaded: LoadedModel, scheduler: Scheduler, stdout: BinaryIO, settings: Any):
+    def __init__(self, loaded: LoadedModel, scheduler: Scheduler, stdout: BinaryIO, settings: "Settings"):
         self.scheduler = scheduler
         self.stdout = stdout
         self.ngen: int = settings.ngen

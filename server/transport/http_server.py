@@ -27,9 +27,7 @@ def open_socket(host: str, port: int, has_key: bool) -> tuple[socket.socket, str
     except OSError as error:
         raise Refused(f"HOST={host}: no such address ({error.strerror}); 127.0.0.1 is this machine alone") from None
     if not ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback and not has_key:
-        raise Refused(
-            f"HOST={host} can be reached by others: set API_KEY to what clients must send, or leave HOST unset"
-        )
+        raise Refused(f"HOST={host} can be reached by others: set API_KEY, which clients must send, or unset HOST")
     sock = socket.socket(family)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
