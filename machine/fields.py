@@ -1,7 +1,7 @@
 """FieldReader: typed, range-checked reads of named values (variables, config keys, request fields)."""
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NoReturn
 
 from errors import Refused, show
@@ -15,6 +15,8 @@ class FieldReader:
     An absent value gives the default, or is refused without one. Every complaint reads `label=value: expected ...`.
     A subclass says where a value is found (`find`), how a complaint names it (`label`) and how it is raised (`refuse`).
     """
+
+    FLAGS = "true or false"
 
     def __init__(self, values: Mapping[str, Any], subject: str = "") -> None:
         """subject: the file or line that holds the values; it begins every complaint."""
@@ -40,81 +42,64 @@ class FieldReader:
             self.refuse(name, f"{self.label(name)} is missing")
         return value
 
-    def whole(self, name: str, default: Any = MISSING, low: int = 0, high: float = 1 << 31) -> Any:
+    def check(self, name: str, default: Any, convert: Callable[[Any], Any], what: str) -> Any:
+        """The converted value; refused where `convert` gives None."""
         value = self.find_or(name, default)
         if value is None:
             return default
-        number = self.to_whole(value)
-        if number is None or not low <= number <= high:
-            self.expected(name, value, whole_in(low, high))
-        return number
+        converted = convert(value)
+        if converted is None:
+            self.expected(name, value, what)
+        return converted
+
+    def whole(self, name: str, default: Any = MISSING, low: int = 0, high: float = 1 << 31) -> Any:
+        what = f"a whole number from {low}" + (f" to {high}" if high < math.inf else "")
+        return self.check(name, default, lambda value: within(self.to_whole(value), low, high), what)
 
     def number(self, name: str, default: Any = MISSING, low: float = 0.0, high: float = 1e12) -> Any:
-        value = self.find_or(name, default)
-        if value is None:
-            return default
-        number = self.to_number(value)
-        if number is None or not (low <= number <= high and math.isfinite(number)):
-            self.expected(name, value, f"a number from {low:g}" + (f" to {high:g}" if high < math.inf else ""))
-        return number
+        what = f"a number from {low:g}" + (f" to {high:g}" if high < math.inf else "")
+        return self.check(name, default, lambda value: within(self.to_number(value), low, high), what)
 
     def flag(self, name: str, default: Any = MISSING) -> Any:
-        value = self.find_or(name, default)
-        if value is None:
-            return default
-        if (flag := self.to_flag(value)) is None:
-            self.expected(name, value, self.FLAGS)
-        return flag
+        return self.check(name, default, self.to_flag, self.FLAGS)
 
     def text(self, name: str, default: Any = MISSING) -> Any:
-        """A text that UTF-8 can hold."""
-        value = self.find_or(name, default)
-        if value is None:
-            return default
-        if not isinstance(value, str):
-            self.expected(name, value, "a text")
-        try:
-            value.encode("utf-8")
-        except UnicodeEncodeError:
-            self.expected(name, value, "a text without halves of surrogate pairs")
-        return value
+        return self.check(name, default, to_text, "a text without halves of surrogate pairs")
 
     def one_of(self, name: str, words: Collection[str], default: Any = MISSING) -> Any:
-        value = self.find_or(name, default)
-        if value is None:
-            return default
-        if not isinstance(value, str) or value not in words:
-            *most, last = words
-            self.expected(name, value, f"{', '.join(most)} or {last}" if most else last)
-        return value
+        *most, last = words
+        what = f"{', '.join(most)} or {last}" if most else last
+        return self.check(name, default, lambda v: v if isinstance(v, str) and v in words else None, what)
 
-    def wholes(self, name: str, default: Any = MISSING, low: int = 0, high: float = 1 << 31) -> Any:
+    def wholes(self, name: str, default: Any = MISSING, low: int = 0, high: int = 1 << 31) -> Any:
         """A list of whole numbers, such as token ids; a bad entry is named by its index."""
-        value = self.find_or(name, default)
-        if value is None:
-            return default
-        if not isinstance(value, list):
-            self.expected(name, value, "a list of whole numbers")
-        for i, entry in enumerate(value):
-            number = self.to_whole(entry)
-            if number is None or not low <= number <= high:
-                self.expected(f"{name}[{i}]", entry, whole_in(low, high))
-        return value
-
-    FLAGS = "true or false"
+        values = self.check(name, default, lambda v: v if isinstance(v, list) else None, "a list of whole numbers")
+        for i, value in enumerate(values or ()):
+            if within(self.to_whole(value), low, high) is None:
+                self.expected(f"{name}[{i}]", value, f"a whole number from {low} to {high}")
+        return values
 
     def to_whole(self, value: Any) -> int | None:
         return value if type(value) is int else None
 
     def to_number(self, value: Any) -> float | None:
-        return value if type(value) in (int, float) else None
+        # An integer of 400 digits is no float.
+        return float(value) if type(value) in (int, float) and abs(value) < 1e308 else None
 
     def to_flag(self, value: Any) -> bool | None:
         return value if isinstance(value, bool) else None
 
 
-def whole_in(low: int, high: float) -> str:
-    return f"a whole number from {low}" + (f" to {high}" if high < math.inf else "")
+def within(number: float | None, low: float, high: float) -> float | None:
+    return number if number is not None and low <= number <= high and number < math.inf else None
+
+
+def to_text(value: Any) -> str | None:
+    """A text that UTF-8 can hold."""
+    try:
+        return value if isinstance(value, str) and value.encode("utf-8") is not None else None
+    except UnicodeEncodeError:
+        return None
 
 
 class TextFieldReader(FieldReader):
