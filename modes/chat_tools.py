@@ -25,10 +25,8 @@ def make_tool(tokenizer: TextTokenizer) -> Tool:
     start, end, output_start, output_end = tokenizer.find_ids(MARKERS)
 
     def run(code: str) -> str | None:
-        output = run_block(code)
-        if output and tokenizer.markers:  # special tokens in it stay text, also when the conversation is encoded again
-            output = tokenizer.markers.sub(lambda match: f"{match[0][0]} {match[0][1:]}", output)
-        return output
+        # Special tokens in the output stay text, also when the conversation is encoded again.
+        return tokenizer.break_special(run_block(code), " ")
 
     return Tool(start, end, output_start, output_end, run)
 
