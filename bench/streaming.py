@@ -48,102 +48,45 @@ import json
 import math
 import os
 import random
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from bench.memory_cgroup import MOVE, memory_cgroup
+from bench.streaming_table import COLUMNS, REFERENCE, Row, format_cell, print_tables, streaming_row
 from errors import Refused
 from experts.disk import ExpertDisk
 from experts.drive import Drive, DriveSpeed
 from experts.drive_speed import time_reads
 from experts.route_trace import read_trace
 from machine.arena import Arena
-from machine.memory import cgroup_folders
 from settings import EMBEDDED_SNAPSHOT, VARIABLES, Settings
 from snapshot.config import read_config
 from snapshot.index import read_index
 from snapshot.reader import FileReader, read_json_object
 
 ROOT = Path(__file__).resolve().parents[1]
-REFERENCE = "reference"
 ARMS: dict[str, dict[str, str]] = {
     REFERENCE: {},
     "full-0": {"LOOKAHEAD": "0"},
     "full-1": {"LOOKAHEAD": "1"},
     "full-auto": {"LOOKAHEAD": "auto"},
 }
-Row = dict[str, Any]  # a line of the CSV
 SIZES = {"uniform": "--layers 8 --experts 108", "trace": "--layers 4 --experts 256"}
 KINDS = {"uniform": ("cold",), "trace": ("warm", "prefill"), "own": ("cold", "warm", "prefill")}
 PREFILL_ARMS = (REFERENCE, "full-auto")
 WARM_IDS, PREFILL_IDS = 24, 512
 KEPT = ("THREADS", "KERNELS", "XDG_CACHE_HOME", "READ_MODE", "TERM")
-MOVE = ("sh", "-c", 'echo $$ > "$0/cgroup.procs" && exec "$@"')  # a cgroup, and the command to run in it
 DEPTHS = (2, 4, 8)
 PLAIN_BYTES = 400e6  # read at each depth
 TOKENS_PER_GB = 8  # of decode in a run, for each GB/s of the drive
 MIN_TOKENS, MAX_TOKENS = 8, 16
-COLUMNS = (
-    "routing kind arm round tokens tok_s hit_rate mb_per_token u overlap wait_share ahead_useful_mb ahead_wasted_mb "
-    "peak_rss_gb disk_s compute_s seconds gb_read plain_before plain_after read_over_needed cache_filled kernels limit"
-).split()
-
-
-# --- memory limit -----------------------------------------------------------------------------------------------------
-
-
-def cgroup_parents() -> Iterator[tuple[Path, str]]:
-    """Folders for a cgroup with a memory limit that stays under all our limits, with the name of the limit's file: in
-    our own cgroup, and beside it with version 2, where a cgroup with processes cannot have limited ones below."""
-    for version in (False, True):
-        folders = [folder for folder, is_v2 in cgroup_folders("memory") if is_v2 == version]
-        for folder in folders[: 1 + version]:
-            yield folder, "memory.max" if version else "memory.limit_in_bytes"
-
-
-@contextmanager
-def memory_cgroup(num_bytes: int) -> Iterator[Path | None]:
-    """The folder of a new cgroup limited to num_bytes, None where none can be made; removed at the end."""
-    group = next((made for parent, limit in cgroup_parents() if (made := make_cgroup(parent, limit, num_bytes))), None)
-    try:
-        yield group
-    finally:
-        if group:
-            remove_cgroup(group)
-
-
-def make_cgroup(parent: Path, limit: str, num_bytes: int) -> Path | None:
-    """The folder of a new cgroup that a process can be moved to, or None."""
-    group = parent / f"colibri-bench-{os.getpid()}"
-    try:
-        group.mkdir()
-    except OSError:
-        return None
-    try:
-        # Without the memory controller the file does not exist and cannot be created.
-        (group / limit).write_text(f"{num_bytes}\n")
-        subprocess.run([*MOVE, str(group), "true"], check=True, stderr=subprocess.DEVNULL)
-        return group
-    except (OSError, subprocess.CalledProcessError):
-        remove_cgroup(group)
-        return None
-
-
-def remove_cgroup(group: Path) -> None:
-    """Remove a cgroup, which a process that has just ended keeps busy for a moment."""
-    for _ in range(50):
-        try:
-            return group.rmdir()
-        except OSError:
-            time.sleep(0.1)
-    print(f"streaming: {group}: cannot be removed; remove it with rmdir", file=sys.stderr)
 
 
 # --- one run ----------------------------------------------------------------------------------------------------------
@@ -266,9 +209,9 @@ class StreamingBench:
         row |= {"kernels": numbers["kernels"], "plain_before": before, "plain_after": self.speed}
         row["peak_rss_gb"] = numbers["peak_rss_bytes"] / 1e9
         needed = self.needed_bytes(trace) if trace else None
-        row |= summarise(numbers, (before + self.speed) / 2, needed)
+        row |= streaming_row(numbers, (before + self.speed) / 2, needed)
         self.rows.append(row)
-        self.writer.writerow({name: show(value) for name, value in row.items()})
+        self.writer.writerow({name: format_cell(value) for name, value in row.items()})
         print(
             f"[{self.routing} {kind} {arm} {turn + 1}] {row['tok_s']:.2f} tok/s | U {row['u']:.2f} | plain reads "
             f"{before:.2f}, {self.speed:.2f} GB/s",
@@ -280,95 +223,6 @@ class StreamingBench:
         """Bytes of the distinct experts of each layer of each chunk of a prefill."""
         layouts, (_, events) = self.plain.disk.layouts, read_trace(trace)
         return sum(layouts[layer, e].stored_bytes for layer, rows, uses in events if rows > 1 for e in uses)
-
-
-def summarise(numbers: dict[str, Any], plain: float, needed: int | None = None) -> Row:
-    """REPORT, GB/s of plain reads, and for a prefill the bytes that it needs -> the numbers of a row.
-
-    A prefill has fewer of them: REPORT has waits and hits of the decode alone."""
-    if needed is not None:
-        seconds, num_bytes, tokens = (
-            numbers["prefill_s"],
-            numbers["prefill_expert_bytes_read"],
-            numbers["prompt_tokens"],
-        )
-        row = {"read_over_needed": num_bytes / needed}
-    else:
-        seconds, num_bytes, tokens = numbers["decode_s"], numbers["expert_bytes_read"], numbers["tokens"]
-        disk, compute = num_bytes / plain / 1e9, seconds - numbers["disk_wait_s"]
-        row = {
-            "hit_rate": numbers["hit_rate"],
-            "overlap": seconds / max(disk, compute),
-            "wait_share": numbers["disk_wait_s"] / seconds,
-            "ahead_useful_mb": numbers.get("ahead_useful_bytes", 0) / tokens / 1e6,
-            "ahead_wasted_mb": numbers.get("ahead_wasted_bytes", 0) / tokens / 1e6,
-            "disk_s": disk,
-            "compute_s": compute,
-            "cache_filled": min(1.0, numbers["prefill_expert_bytes_read"] / max(1, numbers["cache_bytes"])),
-        }
-    return row | {
-        "tokens": tokens,
-        "seconds": seconds,
-        "tok_s": tokens / seconds,
-        "gb_read": num_bytes / 1e9,
-        "mb_per_token": num_bytes / tokens / 1e6,
-        "u": num_bytes / seconds / plain / 1e9,
-    }
-
-
-def show(value: Any) -> Any:
-    return f"{value:.5g}" if isinstance(value, float) else value
-
-
-# --- tables -----------------------------------------------------------------------------------------------------------
-
-
-def print_tables(rows: list[Row]) -> None:
-    """A table of medians over the rounds for each routing and kind; then the prefill."""
-    tables: dict[tuple[str, str], dict[str, list[Row]]] = {}
-    for row in rows:
-        tables.setdefault((row["routing"], row["kind"]), {}).setdefault(row["arm"], []).append(row)
-    for (routing, kind), arms in tables.items():
-        print()
-        if kind == "prefill":
-            print_prefill(routing, arms)
-        else:
-            print_decode(routing, kind, arms)
-
-
-def median(rows: list[Row], name: str) -> float:
-    return statistics.median(row[name] for row in rows)
-
-
-def print_decode(routing: str, kind: str, arms: dict[str, list[Row]]) -> None:
-    first = arms[REFERENCE]
-    speeds = [row["plain_after"] for rows in arms.values() for row in rows]
-    print(
-        f"{routing}, {kind}: {first[0]['tokens']} tokens | plain reads {min(speeds):.2f} to {max(speeds):.2f} GB/s | "
-        f"the cache was {median(first, 'cache_filled'):.0%} full at the start"
-    )
-    print(f"  {'':10}{'tok/s':>8}{'/ ref':>7}{'hit':>7}{'MB/token':>10}{'U':>6}{'overlap':>9}{'wait':>6}"
-          f"{'prefetch':>12}{'peak':>7}")  # fmt: skip
-    for arm, rows in arms.items():
-        m = {name: median(rows, name) for name in COLUMNS if isinstance(rows[0].get(name), float)}
-        prefetch = f"{m['ahead_useful_mb']:.0f} + {m['ahead_wasted_mb']:.0f}"
-        print(f"  {arm:10}{m['tok_s']:8.2f}{m['tok_s'] / median(first, 'tok_s'):7.2f}{m['hit_rate']:7.1%}"
-              f"{m['mb_per_token']:10.1f}{m['u']:6.2f}{m['overlap']:9.2f}{m['wait_share']:6.0%}"
-              f"{prefetch:>12}{m['peak_rss_gb']:7.2f}")  # fmt: skip
-    disk, compute, seconds = (median(first, name) for name in ("disk_s", "compute_s", "seconds"))
-    print(
-        f"  reference: disk {disk:.2f} s, compute {compute:.2f} s, together {seconds:.2f} s; overlapping alone could "
-        f"give {(disk + compute) / max(disk, compute):.2f} times its speed"
-    )
-
-
-def print_prefill(routing: str, arms: dict[str, list[Row]]) -> None:
-    for arm, (row,) in arms.items():
-        print(
-            f"{routing}, prefill of {row['tokens']}, {arm}: {row['tok_s']:.0f} tok/s | {row['gb_read']:.2f} GB read, "
-            f"{row['read_over_needed']:.3f} of what its chunks need | U {row['u']:.2f} | "
-            f"peak {row['peak_rss_gb']:.2f} GB"
-        )
 
 
 # --- command line -----------------------------------------------------------------------------------------------------

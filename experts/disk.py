@@ -142,7 +142,7 @@ class ExpertDisk:
         """Stripe reads over a second copy of the snapshot too. Refused where the folder is no copy."""
         paths = {byte_range.path for layout in self.layouts.values() for byte_range in layout.ranges}
         check_mirror(folder, sorted(paths))
-        self.drives.append(Drive(folder, self.reader))
+        self.drives.all.append(Drive(folder, self.reader))
 
     def read_expert(self, layer: int, expert: int, buffer: memoryview) -> None:
         """Read one expert into a writable `buffer` of its layout's num_bytes or more. Thread-safe. O_DIRECT needs a

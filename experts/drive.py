@@ -107,9 +107,6 @@ class DriveSet:
         self.all = list(drives)
         self.lock = threading.Lock()
 
-    def append(self, drive: Drive) -> None:
-        self.all.append(drive)
-
     @property
     def usable(self) -> list[Drive]:
         return [drive for drive in self.all if not drive.is_failed]

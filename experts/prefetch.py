@@ -4,26 +4,11 @@ A wasted prefetch costs the drive time that a needed read would have had; a usef
 would have been idle. Both are measured for every prefetch, beside the time of predicting experts.
 """
 
-from dataclasses import dataclass
-
 LONG_CHUNK = 32  # rows; a prediction for so many rows is hardly ever wrong
 TRIAL, PAUSE, MAX_PAUSE = 16, 32, 512  # tokens
 PREDICTIONS = 2  # of each layer: one layer ahead, and when it begins
-CARRY_OVER = 0.5  # of the gains, from one trial to the next
+CARRY_OVER = 0.5  # of the balance, from one trial to the next
 FORGET = 0.99  # factor of the counts of prefetches at each new one
-
-
-@dataclass(slots=True)
-class PrefetchGains:
-    """Seconds."""
-
-    gained: float = 0.0
-    lost: float = 0.0
-    predicting: float = 0.0
-
-    @property
-    def is_worth_it(self) -> bool:
-        return self.gained > self.lost + self.predicting
 
 
 class PrefetchController:
@@ -37,7 +22,7 @@ class PrefetchController:
         """mode: auto, 0 (never) or 1 (always)."""
         self.mode = mode
         self.num_layers = max(1, num_layers)
-        self.gains = PrefetchGains()
+        self.balance = 0.0  # seconds gained, minus those lost and those spent on predictions
         self.is_on = mode != "0"
         self.pause = PAUSE
         self.num_calls = 0  # since the last review, PREDICTIONS for each layer of each token
@@ -64,11 +49,10 @@ class PrefetchController:
         self.num_calls = 0
         if not self.is_on:
             self.is_on = True
-            self.gains = PrefetchGains()
-        elif self.gains.is_worth_it:
+            self.balance = 0.0
+        elif self.balance > 0:
             self.pause = PAUSE
-            for name in PrefetchGains.__slots__:
-                setattr(self.gains, name, CARRY_OVER * getattr(self.gains, name))
+            self.balance *= CARRY_OVER
         else:
             self.is_on = False
             wait = self.pause
@@ -79,14 +63,11 @@ class PrefetchController:
         """A prefetch turned out useful or wasted; it gained or cost that much drive time."""
         self.useful = FORGET * self.useful + is_useful
         self.total = FORGET * self.total + 1
-        if is_useful:
-            self.gains.gained += seconds
-        else:
-            self.gains.lost += seconds
+        self.balance += seconds if is_useful else -seconds
 
     def record_prediction(self, seconds: float) -> None:
         """Predicting the experts of a layer took that long."""
-        self.gains.predicting += seconds
+        self.balance -= seconds
 
     @property
     def accuracy(self) -> float:

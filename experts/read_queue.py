@@ -8,28 +8,26 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from experts.policy import ExpertKey
 
 
+@dataclass(slots=True, eq=False)
 class ExpertRead:
-    """One expert on its way into a slot: afterwards `value` is the result of `fill`, or `error` its exception."""
+    """One expert on its way into a slot."""
 
-    __slots__ = (
-        "ended_at", "error", "expert_slot", "is_done", "is_urgent", "key", "slack_at_end", "slack_at_start",
-        "started_at", "value",
-    )  # fmt: skip
-
-    def __init__(self, key: ExpertKey, expert_slot: tuple[int, int], is_urgent: bool = True) -> None:
-        self.key = key
-        self.expert_slot = expert_slot
-        self.is_urgent = is_urgent
-        self.is_done = False
-        self.value: Any = None
-        self.error: BaseException | None = None
-        self.started_at: float | None = None
-        self.ended_at = self.slack_at_start = self.slack_at_end = 0.0  # slack: of the queue's clock
+    key: ExpertKey
+    expert_slot: tuple[int, int]
+    is_urgent: bool = True
+    is_done: bool = False
+    value: Any = None  # the result of `fill`
+    error: BaseException | None = None  # what it raised
+    started_at: float | None = None
+    ended_at: float = 0.0
+    slack_at_start: float = 0.0  # of the queue's clock
+    slack_at_end: float = 0.0
 
 
 class Stopwatch:
@@ -41,13 +39,9 @@ class Stopwatch:
 
     def set(self, is_running: bool) -> None:
         """Whether the condition holds from now on."""
-        if is_running != (self.since is not None):
-            now = time.perf_counter()
-            if self.since is None:
-                self.since = now
-            else:
-                self.total += now - self.since
-                self.since = None
+        now = time.perf_counter()
+        self.total += 0.0 if self.since is None else now - self.since
+        self.since = now if is_running else None
 
     @property
     def seconds(self) -> float:

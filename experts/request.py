@@ -72,7 +72,7 @@ class ExpertRequest:
         while self.missing and (expert_slot := self.cache.allocate_slot(self.layer, self.needed)):
             self.reads.append(ExpertRead(self.missing.popleft(), expert_slot))
             self.cache.queue.submit(self.reads[-1])
-        if not self.missing:
+        if self.cache.predicted and not self.missing:
             self.cache.start_prefetches()
 
     def wait_for_reads(self) -> None:
