@@ -1,7 +1,6 @@
 """Hit rates of a route trace under several eviction policies and cache sizes, replayed without the model.
 
     ROUTE_TRACE=run.jsonl PROMPT="..." python colibri.py
-    python dev/replay_trace.py run.jsonl
     python dev/replay_trace.py run.jsonl --budgets 1/8,1/4,1/2 --csv run.csv --plot run.png
 
 A budget is a share of all experts of all layers. A request is an expert that a layer needs for a chunk of token rows,
@@ -96,13 +95,9 @@ class Trace:
     events: list[Event]
     counted_from: int
 
-    @property
-    def total(self) -> int:
-        """Experts of all layers."""
-        return len(self.layers) * self.num_experts
-
     def capacity(self, share: Fraction) -> int:
-        return max(1, int(share * self.total))
+        """A share of the experts of all layers."""
+        return max(1, int(share * len(self.layers) * self.num_experts))
 
     @cached_property
     def keys(self) -> list[list[ExpertKey]]:
@@ -128,12 +123,11 @@ def load_trace(path: Path, cold: bool) -> Trace:
     return trace
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Caches of `capacity` experts: each yields its hits, event by event
+# --- caches -----------------------------------------------------------------------------------------------------------
 
 
 def online(trace: Trace, make_policy: Callable[..., Policy], capacity: int) -> Iterator[int]:
-    """A cache like the engine's, with an eviction policy."""
+    """A cache of `capacity` experts like the engine's, with an eviction policy -> its hits, event by event."""
     floor = min(trace.top_k, capacity // len(trace.layers))
     policy = make_policy(trace.layers, trace.num_experts, floor)
     cached: set[ExpertKey] = set()
@@ -153,7 +147,6 @@ def online(trace: Trace, make_policy: Callable[..., Policy], capacity: int) -> I
 
 
 def fixed(trace: Trace, capacity: int) -> Iterator[int]:
-    """A cache that always holds the experts with the most counted requests."""
     cached = {key for key, _ in trace.requests.most_common(capacity)}
     for keys in trace.keys:
         yield sum(key in cached for key in keys)
@@ -224,8 +217,7 @@ def replay(trace: Trace, budgets: list[Fraction]) -> list[Result]:
     return results
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Output
+# --- output -----------------------------------------------------------------------------------------------------------
 
 
 def describe(trace: Trace) -> Iterator[str]:
@@ -294,12 +286,9 @@ def plot(pyplot: Any, path: Path, results: list[Result]) -> None:
     figure, panels = pyplot.subplots(1, len(phases), figsize=(5 * len(phases), 4), squeeze=False, layout="constrained")
     for phase, panel in zip(phases, panels[0], strict=True):
         for name in CACHES:
-            of_policy = sorted(
-                (result.budget, 100 * result.hit_rate)
-                for result in results
-                if (result.policy, result.phase) == (name, phase)
-            )
-            panel.plot([float(budget) for budget, _ in of_policy], [rate for _, rate in of_policy], "o-", label=name)
+            of_policy = [result for result in results if (result.policy, result.phase) == (name, phase)]
+            points = sorted((float(result.budget), 100 * result.hit_rate) for result in of_policy)
+            panel.plot(*zip(*points, strict=True), "o-", label=name)
         panel.set(title=phase, xlabel="share of the experts in memory", ylabel="hits, %", xlim=(0, 1), ylim=(0, 100))
         panel.grid(alpha=0.3)
     panels[0][0].legend()
