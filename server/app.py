@@ -16,7 +16,7 @@ from server.generation import Generation
 from server.http_service import HttpService
 from server.metrics import CONTENT_TYPE
 from server.openai.api_error import ApiError
-from server.openai.chat_request import read_chat_request, render_chat
+from server.openai.chat_request import read_chat_prompt, read_chat_request
 from server.openai.completion_request import read_completion_request
 from server.openai.request_fields import RequestFields, parse_object
 from server.openai.responses import ChatResponseBuilder, CompletionResponseBuilder, ResponseBuilder
@@ -96,7 +96,7 @@ class Routes:
 
     async def chat_completions(self, request: Request) -> Response:
         chat, params = await self.read_request(request, read_chat_request)
-        generation = Generation(self.service, [chat.ids], params, chat.make_parser)
+        generation = Generation(self.service, [chat.ids], params, chat.make_reply_parser)
         return await respond(request, ChatResponseBuilder(generation))
 
     async def completions(self, request: Request) -> Response:
@@ -119,7 +119,7 @@ class Routes:
         return JSONResponse(body, 200 if status == "ok" else 503)
 
     async def metrics(self, request: Request) -> Response:
-        return Response(self.service.metrics.text(), headers={"Content-Type": CONTENT_TYPE})
+        return Response(self.service.metrics.exposition(), headers={"Content-Type": CONTENT_TYPE})
 
     async def tokenize(self, request: Request) -> Response:
         ids, with_texts = await self.read_request(request, read_tokenize_request)
@@ -136,7 +136,7 @@ def read_tokenize_request(fields: RequestFields, service: HttpService) -> tuple[
     """Tokenize a prompt, or messages as of a chat -> (ids, whether the text of each is wanted)."""
     with_texts = fields.flag("return_token_strs", False)
     if "messages" in fields.values:
-        ids = render_chat(fields, service).ids
+        ids = read_chat_prompt(fields, service).ids
     else:
         ids = service.tokenizer.encode(fields.text("prompt"))
         if fields.flag("add_special_tokens", True):

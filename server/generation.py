@@ -52,7 +52,7 @@ class Generation:
             prompt = self.waiting[0]
             try:
                 request = self.make_request(prompt)
-                self.active[prompt] = self.service.scheduler.submit(request, partial(self.receive, prompt))
+                self.active[prompt] = self.service.scheduler.submit(request, partial(self.queue_event, prompt))
             except QueueFull as full:
                 if self.active:
                     return
@@ -81,8 +81,8 @@ class Generation:
             conversation=params.conversation,
         )
 
-    def receive(self, prompt: int, event: Event) -> None:
-        """Take an event in the engine's thread."""
+    def queue_event(self, prompt: int, event: Event) -> None:
+        """Queue an event; the engine's thread calls this."""
         self.events.append((prompt, event, time.perf_counter()))
         try:
             self.loop.call_soon_threadsafe(self.has_event.set)
@@ -124,7 +124,7 @@ class Generation:
         updates: list[Update] = []
         while self.events and not self.is_finished:
             try:
-                updates += self.handle(*self.events.popleft())
+                updates += self.handle_event(*self.events.popleft())
             except ApiError as failure:
                 self.failure = failure
                 if not updates:
@@ -132,7 +132,7 @@ class Generation:
                 break  # the updates before it go out first
         return updates
 
-    def handle(self, prompt: int, event: Event, event_time: float) -> Iterator[Update]:
+    def handle_event(self, prompt: int, event: Event, event_time: float) -> Iterator[Update]:
         if isinstance(event, Started):
             self.is_started = True
             self.num_cached += event.cached_tokens
@@ -153,7 +153,7 @@ class Generation:
             if choice.is_finished:
                 self.active[prompt].cancel(event.row)
         else:
-            delta = choice.end(self.check_reason(event))
+            delta = choice.flush(self.check_reason(event))
         if choice.is_finished:
             self.service.metrics.choice_ended(choice, choice.finish_reason)
             self.submit_waiting()

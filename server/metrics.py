@@ -85,5 +85,5 @@ class Metrics(Collector):
         yield slots
         yield GaugeMetricFamily("colibri_resident_memory_bytes", "Memory of the process", rss_bytes())
 
-    def text(self) -> bytes:
+    def exposition(self) -> bytes:
         return generate_latest(self.registry)

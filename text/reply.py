@@ -39,14 +39,14 @@ class ReplyParser(StreamParser):
         if not tag:
             self.append_certain(segments, "reasoning", THINK_END)
             return False
-        self.append(segments, "reasoning", thoughts.rstrip())
+        self.append_segment(segments, "reasoning", thoughts.rstrip())
         self.is_reasoning = False
         self.drops_spaces = True
         return self.enter(self.parse_content, rest)
 
     def parse_content(self, segments: list[Segment]) -> bool:
         if not self.tools:
-            self.append(segments, "content", self.buffer)
+            self.append_segment(segments, "content", self.buffer)
             self.buffer = ""
             return False
         text, tag, rest = self.buffer.partition(CALL_START)
@@ -54,7 +54,7 @@ class ReplyParser(StreamParser):
             self.append_certain(segments, "content", CALL_START)
             return False
         content = text.rstrip()
-        self.append(segments, "content", content)
+        self.append_segment(segments, "content", content)
         self.gap = text[len(content) :]
         self.call_text = ""
         return self.enter(self.parse_call, rest)
@@ -71,7 +71,7 @@ class ReplyParser(StreamParser):
             # The first character tells the format.
             self.call = (HermesToolParser if start.startswith("{") else GlmToolParser)(self.tools)
             text = self.call_text
-        segments += self.call.parse(text)
+        segments += self.call.parse_increment(text)
         if self.call.is_rejected:
             self.reject_call(segments)
         elif self.call.is_finished:
@@ -89,12 +89,12 @@ class ReplyParser(StreamParser):
 
     def reject_call(self, segments: list[Segment]) -> None:
         """Make the opening tag content, and parse again what follows it."""
-        self.append(segments, "content", self.gap + CALL_START)
+        self.append_segment(segments, "content", self.gap + CALL_START)
         self.call = None
         self.drops_spaces = False
         self.enter(self.parse_content, self.call_text)
 
-    def append(self, segments: list[Segment], kind: str, text: str) -> None:
+    def append_segment(self, segments: list[Segment], kind: str, text: str) -> None:
         """Append a segment, without the spaces at the start of its section."""
         if self.drops_spaces:
             text = text.lstrip()
@@ -106,7 +106,7 @@ class ReplyParser(StreamParser):
         """Append the buffer without what may be the start of the tag, and without the spaces before that, which a tag
         would drop."""
         certain = self.buffer[: len(self.buffer) - partial_match_length(self.buffer, (tag,))].rstrip()
-        self.append(segments, kind, certain)
+        self.append_segment(segments, kind, certain)
         self.buffer = self.buffer[len(certain) :]
 
     def flush(self, is_truncated: bool = False) -> list[Segment]:
@@ -119,6 +119,6 @@ class ReplyParser(StreamParser):
                 self.end_call("")
             else:
                 self.reject_call(segments)
-        self.append(segments, "reasoning" if self.is_reasoning else "content", self.buffer)
+        self.append_segment(segments, "reasoning" if self.is_reasoning else "content", self.buffer)
         self.buffer = ""
         return join_segments(segments)

@@ -10,7 +10,7 @@ class StopStrings:
         self.stop_strings = tuple(stop_strings)
         self.held = ""
 
-    def add_text(self, text: str) -> tuple[str, bool]:
+    def filter_text(self, text: str) -> tuple[str, bool]:
         """Return (the text that can be given out, whether a stop string followed it). The first stop ends the text."""
         text = self.held + text
         found = [at for stop in self.stop_strings if (at := text.find(stop)) >= 0]

@@ -19,7 +19,7 @@ class StreamParser:
         self.buffer = buffer
         self.is_finished = False  # nothing counts any more; the rest of the text stays in the buffer
 
-    def parse(self, text: str) -> list[Segment]:
+    def parse_increment(self, text: str) -> list[Segment]:
         """Return the segments that an increment of text completes."""
         self.buffer += text
         segments: list[Segment] = []

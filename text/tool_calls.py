@@ -44,10 +44,10 @@ class ToolSchemas:
             try:
                 value = json.loads(text.strip())
                 if not (types and types <= {"string", "null"}) or value is None:
-                    return to_json(value)
+                    return dump_json(value)
             except ValueError:
                 pass
-        return to_json(text)
+        return dump_json(text)
 
 
 class GlmToolParser(StreamParser):
@@ -111,7 +111,7 @@ class GlmToolParser(StreamParser):
     def key_json(self) -> str:
         """Return the JSON in front of a value."""
         self.num_arguments += 1
-        return f"{', ' if self.num_arguments > 1 else '{'}{to_json(self.key)}: "
+        return f"{', ' if self.num_arguments > 1 else '{'}{dump_json(self.key)}: "
 
     def closing_bracket(self) -> str:
         return "}" if self.num_arguments else "{}"
@@ -122,7 +122,7 @@ class GlmToolParser(StreamParser):
             held = 0 if tag else partial_match_length(value, (VALUE_END,))
             text = value[: len(value) - held]
             self.buffer = value[len(text) :]
-            if inner := to_json(text)[1:-1] + ('"' if tag else ""):
+            if inner := dump_json(text)[1:-1] + ('"' if tag else ""):
                 segments.append(("arguments", inner))
         elif tag:
             segments.append(("arguments", self.key_json() + self.tools.argument_json(self.name, self.key, value)))
@@ -181,7 +181,7 @@ class HermesToolParser(StreamParser):
         if isinstance(name, str) and name in self.tools.schemas and isinstance(arguments, dict):
             self.name = name
             self.state = self.parse_end
-            segments += [("call", name), ("arguments", to_json(arguments))]
+            segments += [("call", name), ("arguments", dump_json(arguments))]
 
     def parse_arguments(self, segments: list[Segment]) -> bool:
         """Pass on the text up to the bracket that closes the first one."""
@@ -218,5 +218,5 @@ class HermesToolParser(StreamParser):
         return segments
 
 
-def to_json(value: Any) -> str:
+def dump_json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)

@@ -30,7 +30,7 @@ class RenderedChat:
     one_call: bool
     answer_prefix: str  # the start of the answer, where the prompt holds it: of a tool call that is required
 
-    def make_parser(self) -> Parser:
+    def make_reply_parser(self) -> Parser:
         if self.reasoning == "harmony":
             return HarmonyParser(self.tools, self.one_call, self.answer_prefix)
         return ReplyParser(self.reasoning, self.tools, self.one_call, self.answer_prefix)
@@ -51,12 +51,12 @@ def read_chat_request(fields: RequestFields, service: HttpService) -> tuple[Rend
     fields.require_neutral("response_format", {"type": "text"})
     fields.require_neutral("verbosity", "medium")
     one_call = not fields.flag("parallel_tool_calls", True)
-    chat = render_chat(fields, service)
+    chat = read_chat_prompt(fields, service)
     fields.refuse_unread(WITHOUT_EFFECT)
     return replace(chat, one_call=one_call or chat.one_call), params
 
 
-def render_chat(fields: RequestFields, service: HttpService) -> RenderedChat:
+def read_chat_prompt(fields: RequestFields, service: HttpService) -> RenderedChat:
     """Read the messages, the tools and the variables of the chat template, and render them."""
     try:
         template = service.tokenizer.template
@@ -77,7 +77,7 @@ def render_chat(fields: RequestFields, service: HttpService) -> RenderedChat:
         answer_prefix = call_prefix(tool_format, tool_choice, schemas)
         variables["enable_thinking"] = False  # the answer begins with the call
     try:
-        text, ids = encode_chat(service, messages, {"tools": tools or None} | variables, answer_prefix)
+        text, ids = encode_with_prefix(service, messages, {"tools": tools or None} | variables, answer_prefix)
     except Refused as error:
         fields.refuse_value("messages", without_folder(error, service))
     if not ids:
@@ -130,7 +130,7 @@ def call_prefix(tool_format: str, tool_choice: str | list[str], schemas: dict[st
     return f'{CALL_START}\n{{"name": {name_json}'
 
 
-def encode_chat(
+def encode_with_prefix(
     service: HttpService, messages: list[JsonObject], variables: JsonObject, answer_prefix: str
 ) -> tuple[str, list[int]]:
     """Return (the text up to the assistant's turn, its ids with those of the answer prefix)."""

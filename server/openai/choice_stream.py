@@ -57,34 +57,34 @@ class ChoiceStream:
         if token.logprob is not None:
             offset = len(self.detokenizer.text)
             self.held_logprobs.append(TokenLogprob(token.id, token.logprob, token.top, offset))
-        return self.add_text(*self.stop_strings.add_text(self.detokenizer.add_token(token.id)))
+        return self.parse_text(*self.stop_strings.filter_text(self.detokenizer.add_token(token.id)))
 
-    def add_text(self, text: str, is_stopped: bool) -> ChoiceDelta:
+    def parse_text(self, text: str, is_stopped: bool) -> ChoiceDelta:
         self.num_chars += len(text)
-        delta = ChoiceDelta(self.parser.parse(text))
+        delta = ChoiceDelta(self.parser.parse_increment(text))
         if self.parser.is_finished:
-            self.finish("stop", delta)
+            self.set_finish_reason("stop", delta)
         elif is_stopped:
             # Tokens of the stop string itself have no text in the answer.
             self.held_logprobs = [entry for entry in self.held_logprobs if entry.text_offset < self.num_chars]
             delta.segments += self.parser.flush()
-            self.finish("stop", delta)
+            self.set_finish_reason("stop", delta)
         else:
             delta.logprobs = [entry for entry in self.held_logprobs if entry.text_offset < self.num_chars]
             self.held_logprobs = self.held_logprobs[len(delta.logprobs) :]
         return delta
 
-    def end(self, reason: str) -> ChoiceDelta:
+    def flush(self, reason: str) -> ChoiceDelta:
         """Return the last delta, after the engine ended the answer."""
-        delta = self.add_text(*self.stop_strings.add_text(self.detokenizer.flush()))
+        delta = self.parse_text(*self.stop_strings.filter_text(self.detokenizer.flush()))
         if not self.is_finished:
             held = self.stop_strings.flush()
             self.num_chars += len(held)
-            delta.segments += self.parser.parse(held) + self.parser.flush(is_truncated=reason == "length")
-            self.finish(reason, delta)
+            delta.segments += self.parser.parse_increment(held) + self.parser.flush(is_truncated=reason == "length")
+            self.set_finish_reason(reason, delta)
         return delta
 
-    def finish(self, reason: str, delta: ChoiceDelta) -> None:
+    def set_finish_reason(self, reason: str, delta: ChoiceDelta) -> None:
         delta.logprobs += self.held_logprobs
         self.held_logprobs = []
         self.finish_reason = "tool_calls" if self.parser.num_calls and reason == "stop" else reason

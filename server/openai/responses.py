@@ -14,7 +14,7 @@ from server.openai.logprobs import LogprobFormatter, TokenLogprob
 
 
 class ResponseBuilder:
-    """start() -> the first chunks; add(number, update) -> chunks; response() -> all of them as one object."""
+    """start_chunks() -> chunks; add_update(number, update) -> chunks; response() -> all of them as one object."""
 
     kind = chunk_kind = id_prefix = ""
 
@@ -26,34 +26,34 @@ class ResponseBuilder:
         self.created = int(time.time())
         self.logprobs: list[list[TokenLogprob]] = [[] for _ in generation.choices]
 
-    def start(self) -> list[JsonObject]:
+    def start_chunks(self) -> list[JsonObject]:
         return []
 
-    def add(self, number: int, update: ChoiceDelta | Prefilled) -> list[JsonObject]:
+    def add_update(self, number: int, update: ChoiceDelta | Prefilled) -> list[JsonObject]:
         """Add an update of choice `number`, or of prompt `number` when it is prefilled."""
         raise NotImplementedError
 
     def choice(self, number: int) -> JsonObject:
         raise NotImplementedError
 
-    def header(self, kind: str) -> JsonObject:
+    def response_header(self, kind: str) -> JsonObject:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.generation.service.model_id}
 
     def chunk(self, choice: JsonObject) -> JsonObject:
-        return self.header(self.chunk_kind) | {"choices": [choice]}
+        return self.response_header(self.chunk_kind) | {"choices": [choice]}
 
     def usage_chunk(self) -> JsonObject:
-        return self.header(self.chunk_kind) | {"choices": [], "usage": self.generation.usage()}
+        return self.response_header(self.chunk_kind) | {"choices": [], "usage": self.generation.usage()}
 
     def response(self) -> JsonObject:
         choices = [self.choice(number) for number in range(len(self.generation.choices))]
-        return self.header(self.kind) | {"choices": choices, "usage": self.generation.usage()}
+        return self.response_header(self.kind) | {"choices": choices, "usage": self.generation.usage()}
 
 
 class ChatResponseBuilder(ResponseBuilder):
     kind, chunk_kind, id_prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
-    def start(self) -> list[JsonObject]:
+    def start_chunks(self) -> list[JsonObject]:
         numbers = range(len(self.generation.choices))
         self.texts = [{"reasoning": "", "content": ""} for _ in numbers]
         self.calls: list[list[JsonObject]] = [[] for _ in numbers]
@@ -65,7 +65,7 @@ class ChatResponseBuilder(ResponseBuilder):
     def logprobs_content(self, logprobs: list[TokenLogprob]) -> list[JsonObject]:
         return [self.formatter.chat_entry(entry) for entry in logprobs]
 
-    def add(self, number: int, update: ChoiceDelta | Prefilled) -> list[JsonObject]:
+    def add_update(self, number: int, update: ChoiceDelta | Prefilled) -> list[JsonObject]:
         assert isinstance(update, ChoiceDelta)
         self.logprobs[number] += update.logprobs
         deltas = [self.add_segment(number, kind, text) for kind, text in update.segments]
@@ -120,18 +120,18 @@ class CompletionResponseBuilder(ResponseBuilder):
         self.n = generation.params.n
         self.texts = [""] * len(generation.choices)
 
-    def start(self) -> list[JsonObject]:
+    def start_chunks(self) -> list[JsonObject]:
         if not self.echoed or self.with_logprobs:
             return []  # a prompt with log-probabilities is echoed when it is prefilled
         return [chunk for prompt in range(len(self.echoed)) for chunk in self.add_prompt(prompt, None)]
 
-    def add(self, number: int, update: ChoiceDelta | Prefilled) -> list[JsonObject]:
+    def add_update(self, number: int, update: ChoiceDelta | Prefilled) -> list[JsonObject]:
         if isinstance(update, Prefilled):
             return self.add_prompt(number, update.prompt_logprobs)
         text = "".join(text for _, text in update.segments)
         shift = len(self.echoed[number // self.n].text) if self.echoed else 0
         logprobs = [replace(entry, text_offset=entry.text_offset + shift) for entry in update.logprobs]
-        return [self.add_text(number, text, logprobs, update.finish_reason)]
+        return [self.text_chunk(number, text, logprobs, update.finish_reason)]
 
     def add_prompt(self, prompt: int, prompt_logprobs: list[Any] | None) -> list[JsonObject]:
         """Echo a prompt in each of its choices."""
@@ -139,7 +139,7 @@ class CompletionResponseBuilder(ResponseBuilder):
         echoed = self.echoed[prompt]
         logprobs = self.echoed_logprobs(echoed, prompt_logprobs) if prompt_logprobs else []
         numbers = range(prompt * self.n, (prompt + 1) * self.n)
-        return [self.add_text(number, echoed.text, logprobs) for number in numbers]
+        return [self.text_chunk(number, echoed.text, logprobs) for number in numbers]
 
     def echoed_logprobs(self, echoed: CompletionPrompt, prompt_logprobs: list[Any]) -> list[TokenLogprob]:
         """The family's prefix has entries at offset 0, and no place in the text."""
@@ -150,7 +150,7 @@ class CompletionResponseBuilder(ResponseBuilder):
             for (token, logprob, top), offset in zip(prompt_logprobs, offsets, strict=True)
         ]
 
-    def add_text(self, number: int, text: str, logprobs: list[TokenLogprob], reason: str | None = None) -> JsonObject:
+    def text_chunk(self, number: int, text: str, logprobs: list[TokenLogprob], reason: str | None = None) -> JsonObject:
         self.texts[number] += text
         self.logprobs[number] += logprobs
         entries = self.formatter.completion_logprobs(logprobs) if logprobs else None

@@ -67,11 +67,11 @@ class FrameReader:
                 continue
             self.is_skipping = False
             if is_complete:
-                yield self.parse_line(line.rstrip(b"\r\n"))
+                yield self.parse_frame(line.rstrip(b"\r\n"))
             else:
                 yield BrokenFrame(f"a line of more than {MAX_BYTES} bytes; send shorter lines")
 
-    def parse_line(self, line: bytes) -> Frame:
+    def parse_frame(self, line: bytes) -> Frame:
         """Parse a line without its end. A PROMPT reads its payload from the stream."""
         try:
             text = line.decode("utf-8")

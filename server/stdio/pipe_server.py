@@ -38,7 +38,7 @@ def run_pipe_server(
     """Answer the requests of stdin on stdout until stdin ends -> exit code 0. BrokenPipeError when stdout is not read
     any more. Nothing is left running in the scheduler, however it ends."""
     pipe = PipeServer(loaded, scheduler, stdout, settings)
-    pipe.write(f"{READY}\n{StatLine()}\n")
+    pipe.write_output(f"{READY}\n{StatLine()}\n")
     for frame in FrameReader(stdin, pipe.service.num_slots):
         pipe.answer_frame(frame)
     return 0
@@ -110,7 +110,7 @@ class PipeServer:
         self.last_slot = prompt.slot
         ids = self.add_prefix(self.tokenizer.encode(prompt.text))
         request = self.make_request(prompt.slot, ids, prompt.max_tokens, prompt.temperature, prompt.top_p)
-        self.generate(PipeSlot(prompt.slot, Detokenizer(self.tokenizer)), request)
+        self.write_answer(PipeSlot(prompt.slot, Detokenizer(self.tokenizer)), request)
 
     def answer_message(self, text: str) -> None:
         """Answer a turn of the chat in slot 0. The oldest turns are dropped when the context is full."""
@@ -118,7 +118,7 @@ class PipeServer:
         slot = PipeSlot(0, Detokenizer(self.tokenizer))
         context = self.service.context
 
-        def encode(messages: list[Message]) -> list[int]:
+        def encode_messages(messages: list[Message]) -> list[int]:
             # Special tokens that the user wrote out stay text.
             rendered, ids = self.tokenizer.encode_chat(messages, enable_thinking=self.service.think)
             slot.starts_in_reasoning = rendered.rstrip().endswith(THINK)
@@ -126,18 +126,18 @@ class PipeServer:
 
         before = self.slots[0].messages_with_answer() if 0 in self.slots else []
         messages = [*before, {"role": "user", "content": text}]
-        slot.messages, ids = drop_oldest_turns(messages, encode, context, min(self.ngen, context // 4))
+        slot.messages, ids = drop_oldest_turns(messages, encode_messages, context, min(self.ngen, context // 4))
         if num_dropped := (len(messages) - len(slot.messages)) // 2:
             say(f"[stdio] CTX={context} is full: the oldest turns are forgotten ({num_dropped})")
         request = self.make_request(0, ids, self.ngen, self.service.temperature, self.service.top_p)
-        self.generate(slot, request, line_end="\n")
+        self.write_answer(slot, request, line_end="\n")
 
     def continue_answer(self, slot: PipeSlot) -> None:
         """Continue the last answer of a slot, with its temperature, top_p and seed."""
         assert slot.request
         r = slot.request
         request = self.make_request(slot.number, slot.ids, self.ngen, r.temperature, r.nucleus, r.seed)
-        self.generate(slot, request, line_end="\n")
+        self.write_answer(slot, request, line_end="\n")
 
     def add_prefix(self, ids: list[int]) -> list[int]:
         ids = self.service.prefix.prepend(ids)
@@ -160,7 +160,7 @@ class PipeServer:
         max_tokens = min(max_tokens, self.ngen)
         return self.service.make_request(ids, max_tokens, temperature, top_p, seed, conversation=f"stdio {slot}")
 
-    def generate(self, slot: PipeSlot, request: Request, line_end: str = "") -> None:
+    def write_answer(self, slot: PipeSlot, request: Request, line_end: str = "") -> None:
         """Write the answer while it is generated, then END and STAT. The slot keeps what was written."""
         events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         start_time = 0.0  # of the first token: the prefill paid for it
@@ -207,13 +207,13 @@ class PipeServer:
     def write_end(self, stat: StatLine, line_end: str = "", error: object = None) -> None:
         """Write END and STAT, before them the error in one line."""
         before = line_end if error is None else f"{ERROR} {without_markers(' '.join(str(error).split()))}\n"
-        self.write(f"{before}{END}\n{stat}\n")
+        self.write_output(f"{before}{END}\n{stat}\n")
 
     def write_text(self, text: str) -> None:
         if text:
-            self.write(without_markers(text))
+            self.write_output(without_markers(text))
 
-    def write(self, text: str) -> None:
+    def write_output(self, text: str) -> None:
         self.stdout.write(text.encode("utf-8", "replace"))
         self.stdout.flush()
 

@@ -33,7 +33,7 @@ class AccessControl:
         self.api_key = None if api_key is None else api_key.encode()
         self.hosts = {host.lower() for host in hosts}
 
-    def check(self, scope: Scope) -> None:
+    def check_access(self, scope: Scope) -> None:
         """ApiError for a request that is not allowed."""
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         host = headers.get("host", "")
@@ -89,7 +89,7 @@ class AccessMiddleware:
             await send(message)
 
         try:
-            self.access.check(scope)
+            self.access.check_access(scope)
             await self.app(scope, receive, send_with_id)
         except ApiError as error:
             await JSONResponse(error.body, error.status, error.headers)(scope, receive, send_with_id)

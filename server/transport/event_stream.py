@@ -42,10 +42,10 @@ async def json_response(request: Request, builder: ResponseBuilder) -> JSONRespo
     """Wait for all choices, and return them as one JSON object."""
     generation = builder.generation
     async with DisconnectWatch(request.receive, generation):
-        builder.start()
+        builder.start_chunks()
         while not generation.is_finished:
             for update in await generation.next_updates(generation.service.keep_alive) or ():
-                builder.add(*update)
+                builder.add_update(*update)
         if generation.is_aborted:
             raise ClientDisconnected
     log_usage(request.scope, generation)
@@ -79,11 +79,11 @@ class EventStream(Response):
         async with DisconnectWatch(receive, generation):
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             try:
-                await self.send_chunks(send, self.builder.start())
+                await self.send_chunks(send, self.builder.start_chunks())
                 while not generation.is_finished:
                     updates = await generation.next_updates(generation.service.keep_alive)
                     if updates is not None:
-                        chunks = [chunk for update in updates for chunk in self.builder.add(*update)]
+                        chunks = [chunk for update in updates for chunk in self.builder.add_update(*update)]
                         await self.send_chunks(send, chunks)
                     elif not generation.is_finished:
                         comment = "reading the prompt" if generation.is_started else "waiting in the queue"

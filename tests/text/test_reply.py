@@ -29,7 +29,7 @@ HERMES = '<tool_call>\n{"name": "weather", "arguments": {"city": "Tromsø \\"n\\
 def parse(increments, is_truncated=False, parser_class=ReplyParser, **options):
     """Return {"reasoning", "content", "calls": [[name, arguments], ...]} of a text in increments."""
     parser, parsed = parser_class(**options), {"reasoning": "", "content": "", "calls": []}
-    segments = [segment for increment in increments for segment in parser.parse(increment)]
+    segments = [segment for increment in increments for segment in parser.parse_increment(increment)]
     for kind, text in segments + parser.flush(is_truncated):
         if kind == "call":
             parsed["calls"].append([text, ""])
@@ -70,7 +70,7 @@ def test_a_stop_string_may_span_tokens(increments, text, is_stopped):
     stop, out, found = StopStrings(["END"]), "", False
     for increment in increments:
         if not found:
-            new, found = stop.add_text(increment)
+            new, found = stop.filter_text(increment)
             out += new
     assert (out + ("" if found else stop.flush()), found) == (text, is_stopped)
 
@@ -79,7 +79,7 @@ def test_a_stop_string_may_span_tokens(increments, text, is_stopped):
 def test_stop_strings_by_characters_equal_the_whole_text(text, stops):
     stop, out, found = StopStrings(stops), "", False
     for c in text:
-        new, found = stop.add_text(c)
+        new, found = stop.filter_text(c)
         out += new
         if found:
             break
@@ -143,7 +143,7 @@ def test_several_tool_calls_after_reasoning():
 
 def test_one_call_ends_the_answer():
     parser = ReplyParser(tools=TOOLS, one_call=True)
-    parser.parse(GLM + HERMES)
+    parser.parse_increment(GLM + HERMES)
     assert parser.is_finished and parser.num_calls == 1
 
 
@@ -152,7 +152,7 @@ def test_arguments_are_streamed():
     for text in (GLM, HERMES):
         parser, seen = ReplyParser(tools=TOOLS), []
         for c in text[: text.index("ø") + 1]:
-            seen += parser.parse(c)
+            seen += parser.parse_increment(c)
         assert "".join(text for kind, text in seen if kind == "arguments").endswith("Tromsø")
 
 
@@ -251,7 +251,7 @@ def test_harmony_messages(text, reasoning, content, calls):
 def test_a_harmony_call_that_the_prompt_begins():
     prefix = " to=functions.weather<|channel|>commentary json<|message|>"
     parser = HarmonyParser(tools=TOOLS, one_call=True, answer_prefix=prefix)
-    segments = parser.parse('{"days": 1}<|call|> more')
+    segments = parser.parse_increment('{"days": 1}<|call|> more')
     assert (
         segments == [("call", "weather"), ("arguments", '{"days": 1}')] and parser.is_finished and parser.num_calls == 1
     )
