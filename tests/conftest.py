@@ -9,10 +9,13 @@ import sys
 import threading
 from pathlib import Path
 
+# Before torch is imported: two threads of two workers wait for each other on two cores, for minutes beside other load.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 import pytest
 import safetensors.torch
 
-from tests.support.forked import Forker, environment
+from tests.support.forked import environment, forker
 
 ROOT = Path(__file__).resolve().parents[1]
 FIXTURES = ROOT / "tests" / "fixtures"
@@ -79,14 +82,14 @@ def text_folder(tmp_path):
 
 @pytest.fixture
 def load():
-    """load(folder, cap=0, **variables) -> Loaded; closed when the test ends."""
+    """load(folder, cap=0, **variables) -> LoadedModel with one thread; closed when the test ends."""
     from load.model import load_model
     from settings import Settings
 
     opened = []
 
     def load(folder, cap=0, expert_bits=16, dense_bits=16, **variables):
-        environ = {"SNAP": str(folder), "USAGE": "0", "DRAFT": "0"} | {
+        environ = {"SNAP": str(folder), "USAGE": "0", "DRAFT": "0", "THREADS": "1"} | {
             name: str(value) for name, value in variables.items()
         }
         settings = Settings.read([str(cap), str(expert_bits), str(dense_bits)], environ)
@@ -115,15 +118,8 @@ def serve(load):
         scheduler.close()
 
 
-@pytest.fixture(scope="session")
-def forker():
-    server = Forker()
-    yield server
-    server.close()
-
-
 @pytest.fixture
-def run_colibri(forker, tmp_path_factory):
+def run_colibri():
     """run_colibri(*arguments, **variables) -> the finished process of `python colibri.py`. is_new: of an interpreter of
     its own, not of a fork."""
 
@@ -131,7 +127,7 @@ def run_colibri(forker, tmp_path_factory):
         environ = environment({"USAGE": "0"} | {name: str(value) for name, value in variables.items()})
         arguments = list(map(str, arguments))
         if not is_new:
-            return forker.run(arguments, environ, cwd, tmp_path_factory.mktemp("run"), timeout)
+            return forker().run(arguments, environ, cwd, timeout)
         command = [sys.executable, str(ROOT / "colibri.py"), *arguments]
         return subprocess.run(command, env=environ, cwd=cwd, capture_output=True, timeout=timeout)
 

@@ -31,20 +31,12 @@ from modes.chat_history import ChatHistory
 from scripts import chat_cli
 from settings import EMBEDDED_SNAPSHOT, Settings
 from snapshot.config import read_config
-from tests.conftest import ROOT, read_json
+from tests.conftest import read_json
+from tests.support.forked import environment, forker
 from text.tokenizer import TextTokenizer
 
 CONFIG = read_config(EMBEDDED_SNAPSHOT)[0]
 TOKENIZER = TextTokenizer(EMBEDDED_SNAPSHOT, CONFIG)
-# Makes a terminal its controlling one, so that Ctrl-C there reaches it, and replaces itself by the program.
-ON_TERMINAL = """
-import fcntl, os, sys, termios
-terminal = os.open(sys.argv[1], os.O_RDWR)
-fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
-for stream in range(3):
-    os.dup2(terminal, stream)
-os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
-"""
 
 
 def history_of(ctx=1024, **variables):
@@ -359,24 +351,20 @@ def talkative(tmp_path):
         fields = read_json(EMBEDDED_SNAPSHOT / name) | {"eos_token_id": [2046]}
         (tmp_path / "talkative" / name).write_text(json.dumps(fields))
     variables = {"SNAP": str(tmp_path / "talkative"), "KERNELS": "reference", "NGEN": "900", "TEMP": "0"}
-    return {"PATH": os.environ["PATH"], "USAGE": "0", "TERM": "xterm"} | variables
+    return environment({"USAGE": "0", "TERM": "xterm"} | variables)
 
 
-def start(environ, *arguments, **streams):
-    command = [sys.executable, str(ROOT / "scripts" / "chat_cli.py"), *arguments]
-    streams = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE) | streams
-    return subprocess.Popen(command, env=environ, **streams)
+def start(environ, *arguments):
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    return forker().start(list(arguments), environ, module="scripts.chat_cli", **streams)
 
 
 class Keyboard:
     """A terminal that runs a program: what is typed, and what is shown."""
 
-    def __init__(self, environ, script="scripts/chat_cli.py"):
+    def __init__(self, environ, module):
         self.primary, secondary = os.openpty()
-        program = [os.ttyname(secondary), str(ROOT / script)]
-        self.process = subprocess.Popen(
-            [sys.executable, "-S", "-c", ON_TERMINAL, *program], env=environ, start_new_session=True
-        )
+        self.process = forker().start([], environ, module=module, terminal=os.ttyname(secondary))
         self.secondary, self.shown = secondary, b""
 
     def press_until(self, key, pattern):
@@ -415,8 +403,8 @@ def keyboard(talkative):
     """keyboard(**variables) -> a Keyboard, closed when the test ends."""
     opened = []
 
-    def start(script="scripts/chat_cli.py", **variables):
-        opened.append(Keyboard(talkative | variables, script))
+    def start(module="scripts.chat_cli", **variables):
+        opened.append(Keyboard(talkative | variables, module))
         return opened[-1]
 
     yield start
@@ -450,7 +438,7 @@ def test_a_chat_on_a_terminal(keyboard):
 
 def test_colibri_in_a_terminal_is_the_same_chat(keyboard):
     """With CHAT=1 and no other mode; the default of NGEN is that of a chat."""
-    keyboard = keyboard("colibri.py", CHAT="1", NGEN="")
+    keyboard = keyboard("colibri", CHAT="1", NGEN="")
     keyboard.wait_for(rb"answers of at most 256 tokens.*Ctrl-C stops an answer.*> ")
     keyboard.type(b"/stats\n")
     keyboard.wait_for(rb"\[stats\] 0 answers.*> ")

@@ -5,12 +5,12 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 
 import pytest
 
 from settings import EMBEDDED_SNAPSHOT
-from tests.conftest import FIXTURES, ORACLES, ROOT, read_json, write_fused
+from tests.conftest import FIXTURES, ORACLES, read_json, write_fused
+from tests.support.forked import environment, forker, start_colibri
 
 
 def text_of(process):
@@ -202,13 +202,8 @@ def test_non_ascii_prompts_under_the_c_locale(run_colibri):
 
 def generating():
     """A process in the middle of a long text; plain torch, so that it does not end before the signal."""
-    text = {"PROMPT": "In the beginning", "NGEN": "900", "SEED": "1", "KERNELS": "reference"}
-    process = subprocess.Popen(
-        [sys.executable, str(ROOT / "colibri.py")],
-        env={"PATH": os.environ["PATH"], "USAGE": "0"} | text,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
+    text = {"USAGE": "0", "PROMPT": "In the beginning", "NGEN": "900", "SEED": "1", "KERNELS": "reference"}
+    process = forker().start([], environment(text), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     process.stdout.read(20)
     return process
 
@@ -229,24 +224,16 @@ def test_sigterm_ends_as_ctrl_c_does():
     assert process.returncode == 143 and b"[run]" in err and b"Traceback" not in err
 
 
-def test_a_text_on_a_terminal_is_not_cut_by_the_heartbeat():
+def test_a_text_on_a_terminal_is_not_cut_by_the_heartbeat(run_colibri):
     """stdout and stderr are one terminal: the whole text is uninterrupted, the statistics follow it."""
     primary, secondary = os.openpty()
-    environ = {
-        "PATH": os.environ["PATH"],
-        "USAGE": "0",
-        "PROMPT": "In the beginning",
-        "NGEN": "40",
-        "TEMP": "0",
-        "TERM": "xterm",
-    }
-    command = [sys.executable, str(ROOT / "colibri.py")]
-    process = subprocess.Popen(command, env=environ, stdout=secondary, stderr=secondary)
+    variables = {"PROMPT": "In the beginning", "NGEN": "40", "TEMP": "0", "TERM": "xterm"}
+    process = forker().start([], environment({"USAGE": "0"} | variables), stdout=secondary, stderr=secondary)
     os.close(secondary)
     shown = read_terminal(primary).decode().replace("\r\n", "\n")
     assert process.wait(timeout=60) == 0
-    plain = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
-    assert plain.stdout in shown and "[t=16 " not in shown and "[t=16 " in plain.stderr and "[run]" in shown
+    out, err = text_of(run_colibri(**variables))
+    assert out in shown and "[t=16 " not in shown and "[t=16 " in err and "[run]" in shown
 
 
 def read_terminal(primary):
@@ -265,16 +252,8 @@ def read_terminal(primary):
 def test_a_bar_on_a_terminal_and_plain_lines_elsewhere(variables):
     """stderr is a pseudo-terminal here: a bar is shown and wiped, without color; a dumb terminal gets lines."""
     primary, secondary = os.openpty()
-    environ = {
-        "PATH": os.environ["PATH"],
-        "USAGE": "0",
-        "PROMPT": "one two three four five six",
-        "NGEN": "2",
-        "TERM": "xterm",
-    }
-    process = subprocess.Popen(
-        [sys.executable, str(ROOT / "colibri.py")], env=environ | variables, stdout=subprocess.PIPE, stderr=secondary
-    )
+    text = {"USAGE": "0", "PROMPT": "one two three four five six", "NGEN": "2", "TERM": "xterm"}
+    process = forker().start([], environment(text | variables), stdout=subprocess.PIPE, stderr=secondary)
     os.close(secondary)
     shown = read_terminal(primary)
     process.communicate(timeout=60)
@@ -286,12 +265,9 @@ def test_a_bar_on_a_terminal_and_plain_lines_elsewhere(variables):
 @pytest.mark.parametrize("variables", [{"PROMPT": "In the beginning", "NGEN": "600"}, {"TF": "1"}, {"REPLAY": "1"}, {}])
 def test_a_closed_stdout_is_no_traceback(variables):
     """PROMPT=... python colibri.py | head -c 1; TF=1 python colibri.py | true"""
-    process = subprocess.Popen(
-        [sys.executable, str(ROOT / "colibri.py")],
-        env={"PATH": os.environ["PATH"], "USAGE": "0"} | variables,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
+    start = start_colibri if "PROMPT" in variables else forker().start
+    environ = environment({"USAGE": "0"} | variables)
+    process = start([], environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     if "PROMPT" in variables:
         process.stdout.read(1)
     process.stdout.close()
@@ -304,27 +280,16 @@ def test_a_closed_stdout_is_no_traceback(variables):
 @pytest.mark.parametrize("variables", [{"PROMPT": "x", "NGEN": "4"}, {"TF": "1"}])
 def test_a_full_disk_behind_stdout_is_one_line(variables):
     with open("/dev/full", "wb") as full:
-        process = subprocess.run(
-            [sys.executable, str(ROOT / "colibri.py")],
-            env={"PATH": os.environ["PATH"], "USAGE": "0"} | variables,
-            stdout=full,
-            stderr=subprocess.PIPE,
-        )
-    assert process.returncode == 2 and b"colibri: No space left on device" in process.stderr
-    assert b"Traceback" not in process.stderr and b"Exception ignored" not in process.stderr
+        environ = environment({"USAGE": "0"} | variables)
+        process = forker().start([], environ, stdout=full, stderr=subprocess.PIPE)
+        _, err = process.communicate()
+    assert process.returncode == 2 and b"colibri: No space left on device" in err
+    assert b"Traceback" not in err and b"Exception ignored" not in err
 
 
 def test_ctrl_c_during_the_prefill():
-    environ = {
-        "PATH": os.environ["PATH"],
-        "USAGE": "0",
-        "PROMPT": "the king " * 480,
-        "PREFILL_CHUNK": "8",
-        "KERNELS": "reference",
-    }
-    process = subprocess.Popen(
-        [sys.executable, str(ROOT / "colibri.py")], env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
+    variables = {"USAGE": "0", "PROMPT": "the king " * 480, "PREFILL_CHUNK": "8", "KERNELS": "reference"}
+    process = forker().start([], environment(variables), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     for line in process.stderr:
         if line.startswith(b"[prefill]"):
             break

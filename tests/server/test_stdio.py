@@ -4,7 +4,6 @@ import io
 import os
 import re
 import subprocess
-import sys
 import threading
 from contextlib import suppress
 from types import SimpleNamespace
@@ -20,7 +19,8 @@ from server.stdio import pipe_server
 from server.stdio.pipe_server import hit_rate_since, run_pipe_server
 from settings import EMBEDDED_SNAPSHOT, Settings
 from snapshot.config import read_config
-from tests.conftest import ROOT, read_json
+from tests.conftest import read_json
+from tests.support.forked import environment, forker, start_colibri
 from text.prompt import PromptPrefix
 from text.tokenizer import TextTokenizer
 
@@ -531,12 +531,12 @@ def process():
     """Return a function that starts SERVE=stdio python colibri.py with these variables and pipes."""
     started = []
 
-    def start(**variables):
-        environ = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
-        environ |= {"PYTHONDONTWRITEBYTECODE": "1", "USAGE": "0", "SERVE": "stdio", "CTX": "256", "THREADS": "1"}
+    def start(is_new=False, **variables):
+        environ = {"USAGE": "0", "SERVE": "stdio", "CTX": "256", "THREADS": "1"}
         environ |= {name: str(value) for name, value in variables.items()}
         pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        started.append(subprocess.Popen([sys.executable, str(ROOT / "colibri.py")], env=environ, **pipes))
+        begin = start_colibri if is_new else forker().start
+        started.append(begin([], environment(environ), **pipes))
         return started[-1]
 
     yield start
@@ -559,7 +559,7 @@ def read_reply(stdout):
 
 def test_a_program_drives_the_pipe(process, run_colibri):
     """READY is the first line; an answer comes before the next request is sent; in the C locale too."""
-    p = process(LC_ALL="C", KV_SLOTS=2)
+    p = process(is_new=True, LC_ALL="C", KV_SLOTS=2)
     assert START.fullmatch(read_reply(p.stdout))
     p.stdin.write(frame("In the beginning", 16))
     p.stdin.flush()

@@ -5,14 +5,13 @@ import os
 import re
 import socket
 import subprocess
-import sys
 import threading
 import time
 import urllib.error
 import urllib.request
 from pathlib import Path
 
-from tests.conftest import ROOT
+from tests.support.forked import environment, forker, start_colibri
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 # On two shared cores one thread is faster than two that wait for each other.
@@ -65,16 +64,10 @@ class ServerProcess(HttpClient):
     """SERVE=1 python colibri.py with these variables on a free port; the constructor waits until it listens."""
 
     def __init__(self, *arguments, **variables):
-        environ = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
-        environ |= {"PYTHONDONTWRITEBYTECODE": "1", "USAGE": "0", "SERVE": "1", "PORT": "0"}
-        environ |= {name: str(value) for name, value in variables.items()}
-        self.process = subprocess.Popen(
-            [sys.executable, str(ROOT / "colibri.py"), *map(str, arguments)],
-            env=environ,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
+        environ = {"USAGE": "0", "SERVE": "1", "PORT": "0"} | {name: str(value) for name, value in variables.items()}
+        start = start_colibri if "LC_ALL" in variables else forker().start
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        self.process = start(list(map(str, arguments)), environment(environ), **pipes)
         self.lines, self.ready = [], threading.Event()
         self.reader = threading.Thread(target=self.read_stderr, daemon=True)
         self.reader.start()
