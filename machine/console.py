@@ -1,6 +1,6 @@
 """Lines and progress bars on stderr: notices, plan, prefill progress. stdout is for the answer alone.
 
-A bar on a terminal, plain lines otherwise and with TERM=dumb. Nothing is coloured, so NO_COLOR changes nothing.
+A bar on a terminal, plain lines otherwise and with TERM=dumb. Nothing is colored, so NO_COLOR changes nothing.
 """
 
 import sys

@@ -42,24 +42,20 @@ def make_lm(evaluation: Evaluation, name: str) -> Any:
 
         tokenizer_name = name
 
-        def loglikelihood(self, requests):
+        def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
             return evaluation.loglikelihood([request.args for request in requests])
 
-        def loglikelihood_rolling(self, requests):
+        def loglikelihood_rolling(self, requests: list[Any]) -> list[float]:
             return evaluation.loglikelihood_rolling([text for (text,) in (request.args for request in requests)])
 
-        def generate_until(self, requests):
-            return evaluation.generate(
-                [
-                    (context, EvaluationOptions.read(kwargs))
-                    for context, kwargs in (request.args for request in requests)
-                ]
-            )
+        def generate_until(self, requests: list[Any]) -> list[str]:
+            pairs = (request.args for request in requests)
+            return evaluation.generate([(context, EvaluationOptions.read(kwargs)) for context, kwargs in pairs])
 
-        def apply_chat_template(self, chat_history, add_generation_prompt=True):
+        def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
             return evaluation.render_chat(chat_history, add_generation_prompt)
 
-        def chat_template(self, chat_template=False):
+        def chat_template(self, chat_template: Any = False) -> str:
             return evaluation.tokenizer.chat_template if chat_template else ""
 
     return SnapshotLM()
