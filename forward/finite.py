@@ -29,9 +29,7 @@ def check_hidden(x: Tensor, layer: int, chunk: Chunk) -> Tensor:
     row = int((~x.isfinite().all(-1)).nonzero()[0])
     segment = next(segment for segment in chunk.segments if segment.start <= row < segment.stop)
     position = segment.first_position + row - segment.start
-    raise NonFinite(
-        f"the hidden state after layer {layer} is not finite at position {position}; the weights may be damaged"
-    )
+    raise NonFinite(f"the hidden state after layer {layer} is not finite at position {position}: damaged weights?")
 
 
 def check_logits(logits: Tensor, positions: Sequence[int]) -> Tensor:
@@ -41,7 +39,7 @@ def check_logits(logits: Tensor, positions: Sequence[int]) -> Tensor:
     finite = logits.isfinite()
     for row, position in enumerate(positions):
         if not finite[row].any():
-            raise NonFinite(f"no logit after position {position} is finite; the output weights may be damaged")
+            raise NonFinite(f"no logit after position {position} is finite: damaged output weights?")
         bad = (~finite[row]).nonzero()[:, 0].tolist()
         if bad:
             which = f"{len(bad)} of {logits.shape[1]} logits after position {position} (id {bad[0]} first)"

@@ -78,9 +78,7 @@ class KvCache:
         """Become a copy of the first `length` positions of another cache of the same config. ValueError for more than
         are valid there or fit here."""
         if not 0 <= length <= min(other.length, self.capacity):
-            raise ValueError(
-                f"cannot copy {length} of {other.length} positions to a KV cache with capacity {self.capacity}"
-            )
+            raise ValueError(f"cannot copy {length} of {other.length} positions to a KV cache of {self.capacity}")
         for mine, theirs in zip(self.tensors, other.tensors, strict=True):
             mine[:, :length] = theirs[:, :length]
         self.length, self.mtp_base, self.mtp_length = other.length, other.mtp_base, other.mtp_length
@@ -101,10 +99,7 @@ class MlaKvCache(KvCache):
 
     def append(self, layer: int, latents: Tensor, rope_keys: Tensor) -> tuple[Tensor, Tensor]:
         """latents [T, kv_lora_rank], rope_keys [T, rope_head_dim] of new positions -> both of positions 0 .. S."""
-        return (
-            self._append(self.latents[layer], layer, latents),
-            self._append(self.rope_keys[layer], layer, rope_keys),
-        )
+        return self._append(self.latents[layer], layer, latents), self._append(self.rope_keys[layer], layer, rope_keys)
 
     def append_index(self, layer: int, keys: Tensor) -> Tensor:
         """keys [T, index_head_dim] of new positions -> [S, index_head_dim]."""

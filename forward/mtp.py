@@ -28,9 +28,7 @@ def mtp(model: Model, batch: TokenBatch, hidden: Tensor) -> Tensor:
     """
     for tokens, kv in batch:
         if kv.mtp_length + len(tokens) > kv.capacity:
-            raise ValueError(
-                f"{len(tokens)} more MTP positions do not fit the {kv.capacity} of a KV cache with {kv.mtp_length}"
-            )
+            raise ValueError(f"{len(tokens)} more MTP positions do not fit: {kv.mtp_length} of {kv.capacity} are used")
     out = []
     start = 0
     for part in split_batch(batch, model.prefill_chunk):

@@ -18,20 +18,11 @@ from snapshot.weights import MoeWeights
 def route(config: ModelConfig, weights: MoeWeights, x: Tensor) -> tuple[Tensor, Tensor]:
     """x [T, D] -> (expert ids [T, A] ascending, their weights in the sum [T, A]), computed in float32."""
     logits = linear(x, weights.router, weights.logit_bias)  # [T, experts]
+    weighting = config.normalize_weights, config.routed_scaling, config.expert_mass
     if config.router == "softmax":
-        return dispatch.route_softmax(
-            logits, config.num_active_experts, config.normalize_weights, config.routed_scaling, config.expert_mass
-        )
-    return dispatch.route(
-        logits,
-        weights.router_bias,
-        config.num_active_experts,
-        config.num_groups,
-        config.num_active_groups,
-        config.normalize_weights,
-        config.routed_scaling,
-        config.expert_mass,
-    )
+        return dispatch.route_softmax(logits, config.num_active_experts, *weighting)
+    groups = config.num_groups, config.num_active_groups
+    return dispatch.route(logits, weights.router_bias, config.num_active_experts, *groups, *weighting)
 
 
 def count_rows(experts: list[int], starts: Tensor) -> dict[int, int]:
@@ -43,11 +34,8 @@ def prefetch_experts(model: Model, layer: int, residual: Tensor) -> None:
     """Prefetch the experts that a layer will probably request: those its router chooses for the residual [T, D] as it
     is now, without what comes in between. Nothing where the layer has no experts or prefetching does not pay."""
     cache = model.experts
-    if (
-        layer not in cache.pool_index
-        or layer >= model.config.num_layers
-        or not cache.prefetcher.should_predict(len(residual))
-    ):
+    is_sparse = layer in cache.pool_index and layer < model.config.num_layers
+    if not is_sparse or not cache.prefetcher.should_predict(len(residual)):
         return
     started = time.perf_counter()
     with model.profile.measure("router"):

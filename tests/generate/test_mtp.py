@@ -96,7 +96,7 @@ def layers_forward_of(model, ids, kv):
 def test_room_is_checked(load):
     model = load(FIXTURES / NAME, DRAFT="auto").model
     kv = make_kv_cache(model.config, 8)
-    with pytest.raises(ValueError, match="9 more MTP positions do not fit the 8"):
+    with pytest.raises(ValueError, match="9 more MTP positions do not fit: 0 of 8"):
         mtp(model, [([1] * 9, kv)], torch.zeros(9, model.config.hidden_size))
 
 
