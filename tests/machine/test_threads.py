@@ -1,4 +1,4 @@
-"""How many threads: the cores of this process, and the quotas of its cgroups."""
+"""Number of threads: the cores of this process and the CPU quotas of its cgroups."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from machine import memory, threads
 
 @pytest.fixture
 def group(tmp_path, monkeypatch):
-    """group(lines of /proc/self/cgroup, {file: content}) puts them in place."""
+    """group(lines of /proc/self/cgroup, {file: content}) writes them."""
 
     def put(lines, files):
         for name, content in files.items():
@@ -37,12 +37,12 @@ def group(tmp_path, monkeypatch):
         ("5:memory:/x\n", {"cpu/x/cpu.cfs_quota_us": "200000", "cpu/x/cpu.cfs_period_us": "100000"}, 8),
     ],
 )
-def test_quotas(group, lines, files, expected):
+def test_cpu_quotas(group, lines, files, expected):
     group(lines, files)
     assert threads.num_threads() == expected
 
 
-def test_without_cgroups_it_is_the_cores(monkeypatch, tmp_path):
+def test_without_cgroups_all_cores_count(monkeypatch, tmp_path):
     monkeypatch.setattr(memory, "CGROUP_SELF", tmp_path / "none")
     monkeypatch.setattr(threads.os, "sched_getaffinity", lambda _: {3, 5}, raising=False)
     assert threads.num_threads() == 2

@@ -1,4 +1,4 @@
-"""Containers as the C engine writes them, built here from their description and not by our own writer."""
+"""Containers of the C engine, built here from their description and not by our own writer."""
 
 import json
 import math
@@ -62,7 +62,7 @@ def row_bytes(codes, bits):
 
 
 def c_tensors(name, matrix, bits, group=None, scale_dtype=torch.float32):
-    """A matrix as the C engine's converter writes it, flat, and the values it stands for."""
+    """-> (a matrix as the C engine's converter writes it, flat; its values)."""
     codes, scales, values = encode(matrix, bits, group or matrix.shape[1])
     data = torch.tensor([byte for row in codes for byte in row_bytes(row, bits)], dtype=torch.uint8)
     tensors = {name: data, name + ".qs": torch.from_numpy(scales.flatten()).to(scale_dtype)}
@@ -87,31 +87,31 @@ def read(folder, shape, name=NAME):
     ("bits", "group"), [(8, None), (4, None), (2, None), (3, 64), (8, 64), (2, 64), *((4, group) for group in GROUPS)]
 )
 @pytest.mark.parametrize("scale_dtype", [torch.float32, torch.float16])
-def test_formats_are_told_apart_by_byte_counts(tmp_path, bits, group, columns, scale_dtype):
-    """Field case F14: one matrix in every format, flat, without a stamp; values exactly those of the rules."""
+def test_formats_are_inferred_from_byte_counts(tmp_path, bits, group, columns, scale_dtype):
+    """Field case F14: one matrix in every format, flat, no format declared; values exactly by the rules."""
     tensors, values = c_tensors(NAME, random(5, columns), bits, group or columns, scale_dtype)
     safetensors.torch.save_file(tensors, tmp_path / "out-00000.safetensors")
-    found, widened = read(tmp_path, (5, columns))
+    found, values_read = read(tmp_path, (5, columns))
     groups = math.ceil(columns / group) if group else 1
     if groups == 1:
-        taken = columns
+        inferred = columns
     else:  # the first size of a group that gives as many scales, as by the C engine
-        taken = next(g for g in (GROUPS if bits == 4 else [group]) if math.ceil(columns / g) == groups)
-    assert found == (f"int{bits}-row" if groups == 1 else f"int{bits}-g{taken}")
-    if taken == (group or columns) or groups == 1:
-        assert torch.equal(widened, values)
+        inferred = next(g for g in (GROUPS if bits == 4 else [group]) if math.ceil(columns / g) == groups)
+    assert found == (f"int{bits}-row" if groups == 1 else f"int{bits}-g{inferred}")
+    if inferred == (group or columns) or groups == 1:
+        assert torch.equal(values_read, values)
 
 
-def test_a_stamp_decides_where_byte_counts_do_not(tmp_path):
+def test_a_declared_format_resolves_ambiguous_byte_counts(tmp_path):
     """160 columns in groups of 128 have two scales a row, and so have they in groups of 96."""
     tensors, values = c_tensors(NAME, random(5, 160), 4, 128)
     safetensors.torch.save_file(tensors, tmp_path / "out-00000.safetensors")
     assert read(tmp_path, (5, 160))[0] == "int4-g96"
     for key in (NAME, "model.layers.0.", "model.layers.0.self_attn."):
-        stamp = {FORMATS_KEY: json.dumps({key: "int4-g128", "model.": "int4-g96"})}
-        safetensors.torch.save_file(tensors, tmp_path / "out-00000.safetensors", stamp)
-        found, widened = read(tmp_path, (5, 160))
-        assert found == "int4-g128" and torch.equal(widened, values)
+        metadata = {FORMATS_KEY: json.dumps({key: "int4-g128", "model.": "int4-g96"})}
+        safetensors.torch.save_file(tensors, tmp_path / "out-00000.safetensors", metadata)
+        found, values_read = read(tmp_path, (5, 160))
+        assert found == "int4-g128" and torch.equal(values_read, values)
 
 
 def test_fp8_as_published_and_in_a_container(tmp_path):
@@ -120,12 +120,12 @@ def test_fp8_as_published_and_in_a_container(tmp_path):
     scales = torch.rand(3, 2) + 0.5
     expected = matrix.float() * scales.repeat_interleave(128, 0)[:300].repeat_interleave(128, 1)[:, :160]
     safetensors.torch.save_file({NAME: matrix, NAME + "_scale_inv": scales}, tmp_path / "a.safetensors")
-    found, widened = read(tmp_path, (300, 160))
-    assert found == "fp8-b128" and torch.equal(widened, expected)
+    found, values_read = read(tmp_path, (300, 160))
+    assert found == "fp8-b128" and torch.equal(values_read, expected)
     flat = {NAME: matrix.view(torch.uint8).flatten(), NAME + ".qs": scales.flatten()}
     safetensors.torch.save_file(flat, tmp_path / "a.safetensors")
-    found, widened = read(tmp_path, (300, 160))
-    assert found == "fp8-b128" and torch.equal(widened, expected)
+    found, values_read = read(tmp_path, (300, 160))
+    assert found == "fp8-b128" and torch.equal(values_read, expected)
     one = {NAME: matrix[:1, :128].contiguous().view(torch.uint8).flatten(), NAME + ".qs": torch.ones(1)}
     safetensors.torch.save_file(one, tmp_path / "a.safetensors")
     assert read(tmp_path, (1, 128))[0] == "int8-row"
@@ -150,12 +150,14 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("tensors", "stamp", "message"), BAD)
-def test_what_fits_no_format_is_refused_by_name(tmp_path, tensors, stamp, message):
+@pytest.mark.parametrize(("tensors", "declared", "message"), BAD)
+def test_a_tensor_that_fits_no_format_is_refused_by_name(tmp_path, tensors, declared, message):
     made = {
         NAME if key == NAME else NAME + key: torch.ones(size, dtype=dtype) for key, (size, dtype) in tensors.items()
     }
-    safetensors.torch.save_file(made, tmp_path / "a.safetensors", {FORMATS_KEY: json.dumps(stamp)} if stamp else None)
+    safetensors.torch.save_file(
+        made, tmp_path / "a.safetensors", {FORMATS_KEY: json.dumps(declared)} if declared else None
+    )
     if message is None:
         assert read(tmp_path, (5, 192))[0] == "int4-g96"
         return
@@ -168,7 +170,7 @@ def test_what_fits_no_format_is_refused_by_name(tmp_path, tensors, stamp, messag
     (512, 5 * 512 // 256 * 98, torch.ones(1), "E8 lattice"),
     (256, 300 * 256, torch.ones(6, dtype=torch.uint8), "UE8M0"),
 ])  # fmt: skip
-def test_kinds_that_are_known_but_not_read_are_named(tmp_path, columns, data, scales, message):
+def test_known_unsupported_formats_are_named(tmp_path, columns, data, scales, message):
     rows = 300 if columns == 256 else 5
     tensors = {NAME: torch.zeros(data, dtype=torch.uint8), NAME + ".qs": scales}
     safetensors.torch.save_file(tensors, tmp_path / "a.safetensors")
@@ -177,7 +179,7 @@ def test_kinds_that_are_known_but_not_read_are_named(tmp_path, columns, data, sc
 
 
 @pytest.mark.parametrize("scales", [torch.zeros(2, 1, dtype=torch.uint8), None, torch.ones(1, 1)])
-def test_fp8_without_its_scales_or_with_others(tmp_path, scales):
+def test_fp8_with_missing_or_wrong_scales_is_refused(tmp_path, scales):
     tensors = {NAME: torch.zeros(160, 100).to(torch.float8_e4m3fn)}
     tensors |= {} if scales is None else {NAME + "_scale_inv": scales}
     safetensors.torch.save_file(tensors, tmp_path / "a.safetensors")
@@ -187,7 +189,7 @@ def test_fp8_without_its_scales_or_with_others(tmp_path, scales):
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"a": 1}', '{"a": "x", "a": "y"}', "\ud800"])
-def test_a_stamp_that_is_no_table_is_refused(tmp_path, text):
+def test_declared_formats_that_are_no_table_are_refused(tmp_path, text):
     header = {"__metadata__": {FORMATS_KEY: text}, NAME: {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}
     data = json.dumps(header).encode()
     (tmp_path / "a.safetensors").write_bytes(len(data).to_bytes(8, "little") + data + bytes(4))
@@ -228,7 +230,7 @@ def c_container(source, out, group):
 @pytest.mark.parametrize("name", ["glm_moe_dsa", "glm_moe_dsa_mtp"])
 @pytest.mark.parametrize("group", [16, None])
 @pytest.mark.parametrize("cap", [1, 0])
-def test_a_container_of_the_c_engine_is_its_dequantized_model(tmp_path, load, name, group, cap):
+def test_a_container_of_the_c_engine_equals_its_dequantized_model(tmp_path, load, name, group, cap):
     dequantized = c_container(FIXTURES / name, tmp_path / "out", group)
     ids = reference(name)[0]["seq"]
     loaded = load(tmp_path / "out", cap=cap, EXACT=1)
@@ -239,7 +241,7 @@ def test_a_container_of_the_c_engine_is_its_dequantized_model(tmp_path, load, na
     assert 1e-4 < (rounded - logits)[0].abs().max() < 1  # later ones may go to other experts: these models are random
 
 
-def test_arguments_that_do_nothing_for_packed_weights_say_so(tmp_path, load):
+def test_arguments_without_effect_on_packed_weights_give_a_notice(tmp_path, load):
     c_container(FIXTURES / "glm_moe_dsa", tmp_path / "out", 16)
     loaded = load(tmp_path / "out", expert_bits=8, dense_bits=2)
     notices = [line for line in loaded.notices if line.startswith("[format]")]
@@ -252,7 +254,7 @@ def test_arguments_that_do_nothing_for_packed_weights_say_so(tmp_path, load):
     assert loaded.lossy == ()
 
 
-def test_the_fp8_fixture_packs_at_load(load):
+def test_the_fp8_fixture_is_quantized_at_load(load):
     """FP8 is a float format: it can be quantized at load like BF16."""
     loaded = load(FIXTURES / "glm_moe_dsa_fp8", expert_bits=8, dense_bits=8, EXACT=1)
     assert len(loaded.lossy) == 2
@@ -262,7 +264,7 @@ def test_the_fp8_fixture_packs_at_load(load):
 
 
 def test_an_expert_of_several_formats(tmp_path, load):
-    """Per-tensor mixtures: int8 down in one expert, BF16 gate in another, int4 elsewhere; slots fit the largest."""
+    """Per-tensor mixtures: int8 down in one expert, BF16 gate in another; expert slots fit the largest."""
     dequantized = c_container(FIXTURES / "glm_moe_dsa", tmp_path / "out", 16)
     tensors = safetensors.torch.load_file(tmp_path / "out" / "out-00000.safetensors")
     original = safetensors.torch.load_file(FIXTURES / "glm_moe_dsa" / "model.safetensors")
@@ -281,5 +283,5 @@ def test_an_expert_of_several_formats(tmp_path, load):
     torch.testing.assert_close(all_logits(loaded.model, ids), expected, atol=1e-5, rtol=0)
 
 
-def test_every_format_has_a_name_of_its_own():
+def test_format_names_are_unique():
     assert len({fmt.name for fmt in FORMATS.values()}) == len(FORMATS) == 3 + 1 + 1 + 3 + 3 * len(GROUPS) + 1

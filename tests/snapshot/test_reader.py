@@ -1,4 +1,4 @@
-"""How an expert's bytes are read: buffered or direct the same bytes, whatever the layout, whatever goes wrong once."""
+"""Reading experts: buffered and direct reads give the same bytes for any layout and after transient errors."""
 
 import errno
 import fcntl
@@ -94,7 +94,7 @@ def test_direct_and_buffered_reads_of_every_fixture(folder, direct_works):
 
 
 def make_matrix(path, data, scales):
-    """A stand-in for a StoredWeight: where its data and its scales lie."""
+    """A stand-in for a StoredWeight with the byte ranges of its data and scales."""
     entries = [TensorEntry("t", path, offset, num_bytes, dtype, ()) for offset, num_bytes, dtype in (data, scales)]
     return SimpleNamespace(
         entries=entries, data=entries[0], scales=entries[1], format=None, rows=1, columns=1, within=None
@@ -103,7 +103,7 @@ def make_matrix(path, data, scales):
 
 @st.composite
 def layouts(draw):
-    """Data and scales of three matrices in any order: they touch, or there is a gap of up to two pages."""
+    """Data and scales of three matrices in any order: adjacent, or with a gap of up to two pages."""
     at, spans = draw(st.integers(0, PAGE + 100)), {"U8": [], "scales": []}
     for kind in draw(st.permutations(["U8", "scales"] * 3)):
         dtype = kind if kind == "U8" else draw(st.sampled_from(["F16", "F32"]))
@@ -142,8 +142,8 @@ def test_any_layout(file, layout):
     assert expert_layout.num_bytes == align_to_page(last.buffer_offset + last.num_bytes)
 
 
-def test_numbers_across_their_own_size_are_laid_out_straight(file):
-    """A float at an odd offset of the file: its place in memory is not, so it is read buffered."""
+def test_misaligned_scales_are_aligned_in_memory(file):
+    """A float at an odd offset of the file is aligned in memory, so it is read buffered."""
     expert_layout = layout_expert([make_matrix(file, (0, 101, "U8"), (101, 40, "F32"))])
     assert [(run.buffer_offset, run.is_congruent) for run in expert_layout.ranges] == [(0, True), (PAGE, False)]
     reader, buffer = FileReader(), pages(expert_layout.num_bytes)
@@ -160,11 +160,11 @@ def test_a_buffer_that_begins_inside_a_page_is_read_buffered(file):
     reader.close()
 
 
-# --- what goes wrong --------------------------------------------------------------------------------------------------
+# --- read errors --------------------------------------------------------------------------------------------------
 
 
 def read(path, reader, mode, offset=100, num_bytes=2 * PAGE):
-    """`num_bytes` from `offset`, a multiple of nothing, in a mode."""
+    """`num_bytes` from an unaligned `offset`."""
     try:
         if mode == "buffered":
             buffer = pages(num_bytes)
@@ -186,7 +186,7 @@ def test_short_reads(file, mode):
 
 
 @pytest.mark.parametrize("mode", ["buffered", "direct"])
-def test_errors_that_pass(file, mode):
+def test_transient_errors_are_retried(file, mode):
     for error in reader_module.TRANSIENT_ERRORS:
         for times in (1, 2):
             faults = Faults(*[-error] * times, 5, -error)  # and again in the middle
@@ -195,8 +195,8 @@ def test_errors_that_pass(file, mode):
 
 @pytest.mark.parametrize("mode", ["buffered", "direct"])
 @pytest.mark.parametrize(("error", "calls"), [(errno.EIO, 3), (errno.EINTR, 3), (errno.ESTALE, 1)])
-def test_errors_that_stay(file, mode, error, calls):
-    """Three tries, one where a second cannot help; the line names file, byte, error and what was wanted."""
+def test_persistent_errors_are_refused(file, mode, error, calls):
+    """Three attempts, one for other errors; the message names file, byte, error and tensor."""
     faults = Faults(*[-error] * 9)
     at = 100 if mode == "buffered" else 0
     problem = rf"data: {os.strerror(error)} \(errno {error}\) at byte {at}, reading tensor x"
@@ -211,7 +211,7 @@ def test_pauses_are_short():
 
 @pytest.mark.parametrize("error", reader_module.DIRECT_UNSUPPORTED)
 def test_direct_reads_that_are_refused_are_buffered(file, error):
-    """Whether the file system says so when the file is opened or when it is read, and only once for a file."""
+    """Refused at open or at the read, and tried only once for a file."""
     faults = Faults(direct_fails=error)
     reader = FileReader(faults)
     buffer = pages(PAGE)
@@ -234,7 +234,7 @@ def test_a_system_without_direct_reads(file, monkeypatch):
 
 @pytest.mark.parametrize("mode", ["buffered", "direct"])
 def test_the_end_of_a_file(file, mode):
-    """The last page is not whole: its bytes come all the same; past them it is the file that is too short."""
+    """The last page is partial: its bytes are read; beyond them the file is too short."""
     end = len(DATA)
     assert read(file, FileReader(), mode, end - 5000, 5000) == DATA[-5000:]
     with pytest.raises(Refused, match=f"data: ends at byte {end}, inside tensor x; download it again"):
@@ -258,6 +258,6 @@ def test_a_file_that_is_cut_or_replaced_by_a_shorter_one(tmp_path, mode):
     reader.close()
 
 
-def test_a_file_that_is_gone(tmp_path):
+def test_a_missing_file(tmp_path):
     with pytest.raises(Refused, match=r"gone: No such file or directory \(errno 2\) at byte 100, reading tensor x"):
         read(tmp_path / "gone", FileReader(), "buffered")

@@ -1,4 +1,4 @@
-"""Reading a snapshot: layouts that work, and broken ones that are refused by name."""
+"""Opening a snapshot: valid layouts load, broken ones are refused by name."""
 
 import json
 import os
@@ -58,7 +58,7 @@ def test_shards_with_and_without_an_index(folder, load, with_index):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_other_float_formats(folder, load, dtype):
-    """BF16 widened to F32 is the same model; in F16 the fixture's logits move by less than 0.05."""
+    """BF16 converted to F32 is the same model; in F16 the fixture's logits move by less than 0.05."""
     tensors = {name: tensor.to(dtype) for name, tensor in tensors_of(folder).items()}
     save(tensors, folder / "model.safetensors")
     model = load(folder, cap=2).model
@@ -95,7 +95,7 @@ def test_tied_embeddings(folder, load):
     torch.testing.assert_close(all_logits(load(folder).model, [1, 2, 3]), untied, atol=1e-5, rtol=1e-5)
 
 
-def test_an_expert_is_one_read_when_its_matrices_touch(folder, load):
+def test_an_expert_is_one_read_if_its_matrices_are_adjacent(folder, load):
     disk = load(folder).model.experts.disk
     assert {len(layout.ranges) for layout in disk.layouts.values()} == {1}
     split(folder, 3, with_index=False)
@@ -136,7 +136,7 @@ def refused(load, folder, pattern):
     assert "\n" not in str(caught.value)
 
 
-def test_no_such_folder_or_nothing_in_it(load, tmp_path):
+def test_a_missing_or_empty_folder(load, tmp_path):
     refused(load, tmp_path / "absent", "absent: no such folder")
     refused(load, tmp_path, r"config\.json: no such file")
 
@@ -163,7 +163,7 @@ def test_a_missing_tensor_layer_and_expert(load, folder):
     refused(load, folder, "layer 3 has no tensors")
 
 
-def test_a_shape_that_config_does_not_say(load, folder):
+def test_a_shape_that_contradicts_config_json(load, folder):
     change(folder, moe_intermediate_size=16)
     refused(load, folder, r"shape \[.*\], config\.json asks for")
 
@@ -191,7 +191,7 @@ def test_a_file_shorter_or_longer_than_its_header_says(load, folder, delta):
 
 
 def test_a_file_that_shrinks_while_it_is_read(folder, load):
-    """The size was right when the headers were read; the read itself must notice, and cost no cache slot."""
+    """The file shrinks after its headers were read: the read is refused and leaks no expert slot."""
     loaded = load(folder, cap=1)
     experts = loaded.model.experts
     os.truncate(folder / "model.safetensors", 600_000)
@@ -222,7 +222,7 @@ def test_a_file_that_is_no_safetensors(tmp_path, data):
         ("F32", "lacks"),
     ],
 )
-def test_a_header_entry_that_makes_no_sense(tmp_path, fields, message):
+def test_malformed_header_entries_are_refused(tmp_path, fields, message):
     header = json.dumps({"a.weight": fields}).encode()
     path = tmp_path / "bad.safetensors"
     path.write_bytes(len(header).to_bytes(8, "little") + header + b"\0" * 8)
@@ -230,15 +230,15 @@ def test_a_header_entry_that_makes_no_sense(tmp_path, fields, message):
         read_header(path)
 
 
-def test_a_dtype_that_is_not_read(load, folder):
+def test_an_unsupported_dtype(load, folder):
     tensors = tensors_of(folder)
     tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.float8_e4m3fn)
     save(tensors, folder / "model.safetensors")
     refused(load, folder, r"model\.norm\.weight has dtype F8_E4M3, expected BF16, F16, F32")
 
 
-def test_tensors_nobody_asks_for_are_left_alone(load, folder):
-    """A dtype that is not read matters only on a tensor that is needed."""
+def test_unused_tensors_are_ignored(load, folder):
+    """An unsupported dtype matters only on a tensor that is needed."""
     tensors = tensors_of(folder) | {"rotary.inv_freq": torch.ones(3, dtype=torch.int64)}
     save(tensors, folder / "model.safetensors")
     check(load(folder).model, NAME)
@@ -273,7 +273,7 @@ def test_tensors_nobody_asks_for_are_left_alone(load, folder):
         ({"rms_norm_eps": "tiny"}, "rms_norm_eps is 'tiny'"),
     ],
 )
-def test_a_config_key_that_means_nothing(load, folder, fields, message):
+def test_invalid_config_values_are_refused(load, folder, fields, message):
     change(folder, **fields)
     refused(load, folder, rf"config\.json: .*{message}")
 
@@ -284,7 +284,7 @@ def test_a_config_that_is_no_json_object(load, folder, text):
     refused(load, folder, r"config\.json: (is not valid JSON|must hold a JSON object)")
 
 
-# --- what config.json may say in more than one way --------------------------------------------------------------------
+# --- alternative spellings of config.json --------------------------------------------------------------------
 
 
 def config_of(folder, **fields):
@@ -309,7 +309,7 @@ def test_without_a_schedule_every_layer_is_full(folder):
 
 
 @pytest.mark.parametrize("pattern", ["FFSFS", ["full", "full", "shared", "full", "shared"]])
-def test_an_index_pattern_beats_the_schedule(folder, pattern):
+def test_index_topk_pattern_takes_precedence_over_the_schedule(folder, pattern):
     config = config_of(folder, indexer_types=None, index_topk_freq=1, index_topk_pattern=pattern)
     assert config.indexer_types == ("full", "full", "shared", "full", "shared")
 

@@ -1,4 +1,4 @@
-"""Chat templates: the text that transformers renders, and special tokens that stay text where somebody wrote them."""
+"""Chat templates: the same text as transformers, and special tokens in user content stay plain text."""
 
 import json
 
@@ -31,7 +31,7 @@ TALK = [
     {"role": "user", "content": "So?"},
 ]
 
-# What published templates use: namespaces, loop controls, filters with arguments, blocks for training, several macros.
+# Features of published templates: namespaces, loop controls, filters with arguments, generation blocks, macros.
 TEMPLATES = {
     "embedded": None,
     "hermes": """\
@@ -77,31 +77,31 @@ def folder(request, text_folder):
 
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("tools", [None, TOOLS])
-@pytest.mark.parametrize("thinks", [True, False])
-def test_the_text_is_that_of_transformers(folder, tools, thinks):
+@pytest.mark.parametrize("thinking", [True, False])
+def test_the_text_equals_that_of_transformers(folder, tools, thinking):
     transformers = pytest.importorskip("transformers", reason="transformers is not installed: make_reference needs it")
     theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder).apply_chat_template(
-        TALK, tools=tools, tokenize=False, add_generation_prompt=True, enable_thinking=thinks
+        TALK, tools=tools, tokenize=False, add_generation_prompt=True, enable_thinking=thinking
     )
     ours = TextTokenizer(folder, CONFIG)
-    assert ours.render_chat(TALK, tools=tools, enable_thinking=thinks) == theirs
-    text, ids = ours.encode_chat(TALK, tools=tools, enable_thinking=thinks)
+    assert ours.render_chat(TALK, tools=tools, enable_thinking=thinking) == theirs
+    text, ids = ours.encode_chat(TALK, tools=tools, enable_thinking=thinking)
     assert text == theirs and ids == ours.encode(theirs)
 
 
-def test_what_a_template_asks_for():
+def test_variables_of_a_template():
     assert {"messages", "tools", "enable_thinking"} <= TOKENIZER.template.variables
     assert "message" not in TOKENIZER.template.variables
 
 
-def test_a_template_among_several(text_folder):
+def test_the_default_of_several_templates(text_folder):
     (text_folder / "chat_template.jinja").unlink()
     named = [{"name": "other", "template": "no"}, {"name": "default", "template": "{{ messages[0].content }}"}]
     (text_folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
     assert TextTokenizer(text_folder, CONFIG).render_chat([{"role": "user", "content": "x"}]) == "x"
 
 
-# --- special tokens in what somebody said -----------------------------------------------------------------------------
+# --- special tokens in messages -----------------------------------------------------------------------------
 
 
 def specials(ids):
@@ -116,7 +116,7 @@ def test_special_tokens_in_a_message_stay_text():
     assert specials(ids) == ["[gMASK]", "<sop>", "<|user|>", "<|assistant|>"]
 
 
-def test_the_stretches_around_them_are_encoded_as_text_alone():
+def test_message_text_with_special_tokens_is_encoded_as_plain_text():
     _, ids = TOKENIZER.encode_chat([{"role": "user", "content": "a <|user|> b"}])
     inner = ids[3 : ids.index(TOKENIZER.encode("<|assistant|>")[0])]
     with TOKENIZER.lock:
@@ -135,12 +135,12 @@ def test_special_tokens_in_tools_and_calls_stay_text():
 
 
 @given(st.lists(st.sampled_from(["<|user|>", "<sop>", "<think>", "ü", " ", "<", "|", "user|>", "\n", "x"]), max_size=8))
-def test_any_text_comes_through(parts):
+def test_any_message_survives_encoding(parts):
     text, ids = TOKENIZER.encode_chat([{"role": "user", "content": "".join(parts)}])
     assert TOKENIZER.decode(ids) == text
     assert specials(ids) == ["[gMASK]", "<sop>", "<|user|>", "<|assistant|>"]
 
 
-def test_the_bytes_of_tokens_make_the_text():
+def test_token_bytes_add_up_to_the_text():
     text = "In 1 Ünïcode 😀 text <think>\n<|user|>"
     assert b"".join(map(TOKENIZER.token_bytes, TOKENIZER.encode(text))).decode() == text

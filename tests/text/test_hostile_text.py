@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from settings import EMBEDDED_SNAPSHOT
 from snapshot.config import read_config
 from tests.conftest import read_json
-from tests.snapshot.test_hostile import TEXT_FILES, dump, few, odd, opened, refused, replaced, text_of
+from tests.support.hostile import TEXT_FILES, dump, few, odd, opened, refused, replaced, text_of
 from text.tokenizer import TextTokenizer
 
 TOKENIZER = read_json(EMBEDDED_SNAPSHOT / "tokenizer.json")
@@ -22,14 +22,14 @@ def change_tokenizer(folder, change):
 
 
 def rename_to_a_far_row(tokenizer):
-    """As many pieces as rows, but one of them far beyond the last row."""
+    """As many pieces as rows of the embedding, but one id far beyond the last row."""
     tokenizer["added_tokens"].pop()
     tokenizer["model"]["vocab"]["z9"] = 2**32 - 1
 
 
 WORDS_WITHOUT_UNKNOWN = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "q"}
 BAD_TOKENIZERS = [
-    # The library renumbers an added token in silence, so the declared number is looked at.
+    # The library renumbers an added token in silence, so the declared id is checked.
     (lambda t: t["added_tokens"].pop(3), "a hole in the ids of its added tokens"),
     (lambda t: t["added_tokens"][-1].update(id=ROWS), f" the id {ROWS}, config.json a vocab_size of {ROWS}"),
     (lambda t: t["added_tokens"].append(t["added_tokens"][0] | {"content": "<new>"}), f"has {ROWS + 1} pieces"),
@@ -44,14 +44,14 @@ BAD_TOKENIZERS = [
 ]
 
 
-def test_a_tokenizer_that_does_not_fit_or_fails(text_folder):
+def test_a_broken_or_foreign_tokenizer_is_refused(text_folder):
     for change, message in BAD_TOKENIZERS:
         change_tokenizer(text_folder, change)
         refused(text_folder, "tokenizer.json: ", message, action=text_of)
 
 
-def test_a_tokenizer_never_cuts_or_fills_up_a_prompt(text_folder):
-    """Truncation and padding of the training run stand in many published files."""
+def test_truncation_and_padding_are_off(text_folder):
+    """Many published files keep the truncation and padding of the training run."""
     config = read_config(text_folder)[0]
     plain = TextTokenizer(text_folder, config).encode("In the beginning")
     truncation = dict(max_length=2, strategy="LongestFirst", stride=0, direction="Right")
@@ -87,7 +87,7 @@ BAD_TEMPLATES = """
 {{ raise_exception('a\\nb') }} & {{ messages | tojson(indent=[1]) }} & {{ DEEP }}"""
 
 
-def test_a_template_that_fails_in_any_way(text_folder):
+def test_any_failure_of_a_template_is_refused(text_folder):
     """A template is a program, and can fail as any program can."""
     for template in BAD_TEMPLATES.strip().replace("\n", " & ").split(" & "):
         (text_folder / "chat_template.jinja").write_text(template.replace("DEEP", "(" * 300 + "1" + ")" * 300))

@@ -1,4 +1,4 @@
-"""Tokenizer, prefix, chat template and the UTF-8-safe stream, on the tokenizer of models/tiny."""
+"""Tokenizer, prompt prefix, chat template and streaming detokenizer, on the tokenizer of models/tiny."""
 
 import json
 
@@ -28,7 +28,7 @@ def stream_of(ids):
 
 
 @pytest.mark.parametrize("token", SPECIAL)
-def test_every_marker_is_one_token(token):
+def test_every_special_token_is_one_token(token):
     [i] = TOKENIZER.encode(token)
     assert TOKENIZER.decode([i]) == token and i < CONFIG.vocab_size
     assert TOKENIZER.encode(f"a{token}b")[1] == i
@@ -41,8 +41,8 @@ def test_text_survives_encoding_and_streaming(text):
     assert TOKENIZER.decode(ids) == "".join(pieces) + rest == text
 
 
-def test_half_a_character_waits_for_the_other_half():
-    """An emoji is several tokens here: nothing is shown before its last byte."""
+def test_an_incomplete_character_is_held_back():
+    """An emoji is several tokens here: no text before its last byte."""
     ids = TOKENIZER.encode("a😀ok")
     pieces, rest = stream_of(ids)
     assert "".join(pieces) == "a😀ok" and rest == ""
@@ -59,7 +59,7 @@ def test_two_streams_do_not_mix_their_bytes():
     assert [text + stream.flush() for text, stream in zip(out, streams, strict=True)] == ["a😀b", "c🐦d"]
 
 
-def test_a_character_that_never_ends_becomes_one_replacement():
+def test_an_incomplete_character_at_the_end_becomes_one_replacement():
     ids = TOKENIZER.encode("a😀")
     pieces, rest = stream_of(ids[:-1])
     assert ("".join(pieces), rest) == ("a", "�")
@@ -72,7 +72,7 @@ def test_the_prefix_is_added_once():
     assert PromptPrefix(CONFIG, TOKENIZER, enabled=False).prepend(ids) == ids
 
 
-def test_the_chat_template_in_both_moods():
+def test_the_chat_template_with_and_without_thinking():
     messages = [{"role": "user", "content": "Who art thou?"}]
     text = "[gMASK]<sop><|user|>Who art thou?<|assistant|><think></think>"
     assert TOKENIZER.render_chat(messages) == text
@@ -119,7 +119,7 @@ def test_a_tokenizer_of_another_model_is_refused(text_folder):
         TextTokenizer(text_folder, replace(CONFIG, vocab_size=2000))
 
 
-def test_the_template_may_stand_in_tokenizer_config(text_folder):
+def test_the_chat_template_may_be_in_tokenizer_config(text_folder):
     (text_folder / "chat_template.jinja").unlink()
     with pytest.raises(Refused, match="no chat template"):
         TextTokenizer(text_folder, CONFIG).render_chat([])
@@ -130,7 +130,7 @@ def test_the_template_may_stand_in_tokenizer_config(text_folder):
 
 
 @pytest.mark.parametrize("template", ["{{ raise_exception('no') }}", "{% for %}", "{{ ''.__class__.__mro__ }}"])
-def test_a_template_that_fails_or_digs_is_refused(text_folder, template):
+def test_a_template_that_fails_or_leaves_the_sandbox_is_refused(text_folder, template):
     (text_folder / "chat_template.jinja").write_text(template)
     with pytest.raises(Refused, match="chat template failed"):
         TextTokenizer(text_folder, CONFIG).render_chat([{"role": "user", "content": "x"}])
