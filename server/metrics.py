@@ -31,18 +31,10 @@ class Metrics(Collector):
         self.cached_tokens = self.counter("colibri_cached_tokens", "Prompt tokens found in the prefix cache")
         self.tokens = self.counter("colibri_generated_tokens", "Generated tokens")
         self.answers = self.counter("colibri_answers", "Choices by finish reason", "reason")
-        self.first_token = Histogram(
-            "colibri_time_to_first_token_seconds",
-            "Time from a request to the first token of a choice",
-            buckets=FIRST_TOKEN_BUCKETS,
-            registry=self.registry,
-        )
-        self.each_token = Histogram(
-            "colibri_time_per_output_token_seconds",
-            "Time between two tokens, mean over a choice",
-            buckets=TOKEN_BUCKETS,
-            registry=self.registry,
-        )
+        name, description = "colibri_time_to_first_token_seconds", "Time from a request to the first token of a choice"
+        self.first_token = Histogram(name, description, buckets=FIRST_TOKEN_BUCKETS, registry=self.registry)
+        name, description = "colibri_time_per_output_token_seconds", "Time between two tokens, mean over a choice"
+        self.each_token = Histogram(name, description, buckets=TOKEN_BUCKETS, registry=self.registry)
         self.registry.register(self)
 
     def counter(self, name: str, description: str, *labels: str) -> Counter:
@@ -72,12 +64,8 @@ class Metrics(Collector):
         yield CounterMetricFamily(
             "colibri_expert_wait_seconds", "Time with nothing to compute until an expert arrived", counters.wait_seconds
         )
-        yield SummaryMetricFamily(
-            "colibri_expert_read_seconds",
-            "Duration of expert reads",
-            count_value=queue.num_done,
-            sum_value=queue.total_read_seconds,
-        )
+        reads = queue.num_done, queue.total_read_seconds
+        yield SummaryMetricFamily("colibri_expert_read_seconds", "Duration of expert reads", *reads)
         yield GaugeMetricFamily("colibri_queue_length", "Requests in the queue", statistics["queue"])
         slots = GaugeMetricFamily("colibri_slots", "KV slots", labels=["state"])
         slots.add_metric(["busy"], statistics["slots_busy"])

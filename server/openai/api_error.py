@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 JsonObject = dict[str, Any]
+Headers = Mapping[str, str] | None
 TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
@@ -11,12 +12,7 @@ class ApiError(Exception):
     """An HTTP status and a message. param: the field that is wrong; code: a word for programs."""
 
     def __init__(
-        self,
-        status: int,
-        message: str,
-        param: str | None = None,
-        code: str | None = None,
-        headers: Mapping[str, str] | None = None,
+        self, status: int, message: str, param: str | None = None, code: str | None = None, headers: Headers = None
     ):
         super().__init__(message)
         self.status = status

@@ -13,7 +13,8 @@ MAX_BYTES = 16 << 20  # of a payload, and of a line
 MARKER = b"\x02"  # begins every command
 ALIASES = {":reset": "RESET", ":more": "MORE", ":piu": "MORE", ":più": "MORE", ":continua": "MORE"}
 SKIPPING = "everything up to the next line that begins with \\x02 is skipped"
-HEADER = ("bytes", "max_tokens", "temperature", "top_p", "slot")
+HEADER = "<bytes> <max_tokens> <temperature> <top_p> [slot]"
+HEADER_NAMES = ("bytes", "max_tokens", "temperature", "top_p", "slot")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,18 +67,20 @@ class FrameReader:
             if self.is_skipping and not line.startswith(MARKER):
                 continue
             self.is_skipping = False
-            if is_complete:
+            try:
+                if not is_complete:
+                    raise Refused(f"a line of more than {MAX_BYTES} bytes; send shorter lines")
                 yield self.parse_frame(line.rstrip(b"\r\n"))
-            else:
-                yield BrokenFrame(f"a line of more than {MAX_BYTES} bytes; send shorter lines")
+            except Refused as error:
+                yield BrokenFrame(str(error))
 
-    def parse_frame(self, line: bytes) -> Frame:
-        """Parse a line without its end. A PROMPT reads its payload from the stream."""
+    def parse_frame(self, line: bytes) -> PromptFrame | MessageFrame | CommandFrame:
+        """Parse a line without its end. A PROMPT reads its payload from the stream. Refused for a broken frame."""
         try:
             text = line.decode("utf-8")
         except UnicodeDecodeError as error:
             self.is_skipping = line.startswith(MARKER)
-            return BrokenFrame(f"the line is not valid UTF-8 at byte {error.start}")
+            raise Refused(f"the line is not valid UTF-8 at byte {error.start}") from None
         if not line.startswith(MARKER):
             name = ALIASES.get(text) if text else ""
             return MessageFrame(text) if name is None else CommandFrame(name)
@@ -86,49 +89,30 @@ class FrameReader:
             return self.read_prompt_frame(words)
         if name in ("RESET", "MORE") and not words:
             return CommandFrame(name)
-        return BrokenFrame(
-            "expected \\x02RESET, \\x02MORE or \\x02PROMPT <bytes> <max_tokens> <temperature> <top_p> [slot]"
-        )
+        raise Refused(f"expected \\x02RESET, \\x02MORE or \\x02PROMPT {HEADER}")
 
-    def read_prompt_frame(self, words: list[str]) -> Frame:
-        header = TextFieldReader(dict(zip(HEADER, words, strict=False)), "PROMPT")
+    def read_prompt_frame(self, words: list[str]) -> PromptFrame:
+        header = TextFieldReader(dict(zip(HEADER_NAMES, words, strict=False)), "PROMPT")
         num_bytes = header.to_whole(words[0]) if words else None
         if num_bytes is None:
             self.is_skipping = True
-            return BrokenFrame(f"PROMPT: the first field must be the number of payload bytes; {SKIPPING}")
+            raise Refused(f"PROMPT: the first field must be the number of payload bytes; {SKIPPING}")
         payload, num_read = self.read_payload(num_bytes)
         if num_read < num_bytes:
-            return BrokenFrame(f"PROMPT: the payload ended after {num_read} of {num_bytes} bytes")
+            raise Refused(f"PROMPT: the payload ended after {num_read} of {num_bytes} bytes")
         if (following := self.stream.peek(1)[:1]) == b"\n":
             self.stream.read(1)
         elif following:
             self.is_skipping = True
-            return BrokenFrame(f"PROMPT: no line end after {num_bytes} bytes of payload, is that its size?; {SKIPPING}")
+            raise Refused(f"PROMPT: no line end after {num_bytes} bytes of payload, is that its size?; {SKIPPING}")
         if num_bytes > MAX_BYTES:
-            return BrokenFrame(f"PROMPT: a payload of {num_bytes} bytes, at most {MAX_BYTES} are allowed")
+            raise Refused(f"PROMPT: a payload of {num_bytes} bytes, at most {MAX_BYTES} are allowed")
         try:
-            if len(words) not in (4, 5):
-                raise Refused(
-                    f"PROMPT: {len(words)} fields, expected <bytes> <max_tokens> <temperature> <top_p> [slot]"
-                )
-            return self.check_prompt(header, payload.decode("utf-8"))
+            text = payload.decode("utf-8")
         except UnicodeDecodeError as error:
-            return BrokenFrame(f"PROMPT: the payload is not valid UTF-8 at byte {error.start}")
-        except Refused as error:
-            return BrokenFrame(str(error))
-
-    def read_payload(self, num_bytes: int) -> tuple[bytes, int]:
-        """Return (the payload, the bytes that came). One that is too large is read and dropped."""
-        if num_bytes <= MAX_BYTES:
-            payload = self.stream.read(num_bytes)
-            return payload, len(payload)
-        left = num_bytes
-        while left and (chunk := self.stream.read(min(left, 1 << 20))):
-            left -= len(chunk)
-        return b"", num_bytes - left
-
-    def check_prompt(self, header: TextFieldReader, text: str) -> PromptFrame:
-        """Refused for a number that is out of range."""
+            raise Refused(f"PROMPT: the payload is not valid UTF-8 at byte {error.start}") from None
+        if len(words) not in (4, 5):
+            raise Refused(f"PROMPT: {len(words)} fields, expected {HEADER}")
         max_tokens = header.whole("max_tokens", low=1, high=1 << 63)
         temperature = header.number("temperature", low=0, high=2)
         top_p = header.number("top_p", low=0, high=1)
@@ -140,3 +124,13 @@ class FrameReader:
         if not text:
             raise Refused("PROMPT: the payload is empty, it needs at least one character")
         return PromptFrame(text, max_tokens, temperature, top_p, slot)
+
+    def read_payload(self, num_bytes: int) -> tuple[bytes, int]:
+        """Return (the payload, the bytes that came). One that is too large is read and dropped."""
+        if num_bytes <= MAX_BYTES:
+            payload = self.stream.read(num_bytes)
+            return payload, len(payload)
+        left = num_bytes
+        while left and (chunk := self.stream.read(min(left, 1 << 20))):
+            left -= len(chunk)
+        return b"", num_bytes - left

@@ -39,7 +39,7 @@ def run_pipe_server(
     any more. Nothing is left running in the scheduler, however it ends."""
     pipe = PipeServer(loaded, scheduler, stdout, settings)
     pipe.write_output(f"{READY}\n{StatLine()}\n")
-    for frame in FrameReader(stdin, pipe.service.num_slots):
+    for frame in FrameReader(stdin, pipe.num_slots):
         pipe.answer_frame(frame)
     return 0
 
@@ -75,14 +75,12 @@ class StatLine:
         return " ".join(map(str, ("STAT", fields, *(self.answer or ()))))
 
 
-class PipeServer:
+class PipeServer(Service):
     def __init__(self, loaded: LoadedModel, scheduler: Scheduler, stdout: BinaryIO, settings: "Settings"):
-        self.scheduler = scheduler
+        super().__init__(settings, loaded, scheduler, TextTokenizer(loaded.folder, loaded.config), say)
         self.stdout = stdout
         self.ngen: int = settings.ngen
         self.counters: CacheCounters = loaded.model.experts.counters
-        self.tokenizer = TextTokenizer(loaded.folder, loaded.config)
-        self.service = Service(settings, loaded, scheduler, self.tokenizer, say)
         self.slots: dict[int, PipeSlot] = {}
         self.last_slot = 0  # the one that RESET and MORE mean
         self.num_answers = 0
@@ -109,56 +107,55 @@ class PipeServer:
         """Special tokens that are written out in the text are tokens."""
         self.last_slot = prompt.slot
         ids = self.add_prefix(self.tokenizer.encode(prompt.text))
-        request = self.make_request(prompt.slot, ids, prompt.max_tokens, prompt.temperature, prompt.top_p)
+        request = self.slot_request(prompt.slot, ids, prompt.max_tokens, prompt.temperature, prompt.top_p)
         self.write_answer(PipeSlot(prompt.slot, Detokenizer(self.tokenizer)), request)
 
     def answer_message(self, text: str) -> None:
         """Answer a turn of the chat in slot 0. The oldest turns are dropped when the context is full."""
         self.last_slot = 0
         slot = PipeSlot(0, Detokenizer(self.tokenizer))
-        context = self.service.context
 
         def encode_messages(messages: list[Message]) -> list[int]:
             # Special tokens that the user wrote out stay text.
-            rendered, ids = self.tokenizer.encode_chat(messages, enable_thinking=self.service.think)
+            rendered, ids = self.tokenizer.encode_chat(messages, enable_thinking=self.think)
             slot.starts_in_reasoning = rendered.rstrip().endswith(THINK)
             return self.add_prefix(ids)
 
         before = self.slots[0].messages_with_answer() if 0 in self.slots else []
         messages = [*before, {"role": "user", "content": text}]
-        slot.messages, ids = drop_oldest_turns(messages, encode_messages, context, min(self.ngen, context // 4))
+        reserve = min(self.ngen, self.context // 4)
+        slot.messages, ids = drop_oldest_turns(messages, encode_messages, self.context, reserve)
         if num_dropped := (len(messages) - len(slot.messages)) // 2:
-            say(f"[stdio] CTX={context} is full: the oldest turns are forgotten ({num_dropped})")
-        request = self.make_request(0, ids, self.ngen, self.service.temperature, self.service.top_p)
+            say(f"[stdio] CTX={self.context} is full: the oldest turns are forgotten ({num_dropped})")
+        request = self.slot_request(0, ids, self.ngen, self.temperature, self.top_p)
         self.write_answer(slot, request, line_end="\n")
 
     def continue_answer(self, slot: PipeSlot) -> None:
         """Continue the last answer of a slot, with its temperature, top_p and seed."""
         assert slot.request
         r = slot.request
-        request = self.make_request(slot.number, slot.ids, self.ngen, r.temperature, r.nucleus, r.seed)
+        request = self.slot_request(slot.number, slot.ids, self.ngen, r.temperature, r.nucleus, r.seed)
         self.write_answer(slot, request, line_end="\n")
 
     def add_prefix(self, ids: list[int]) -> list[int]:
-        ids = self.service.prefix.prepend(ids)
+        ids = self.prefix.prepend(ids)
         if not ids:
             raise Refused("the prompt is empty, it needs at least one token")
         return ids
 
-    def make_request(
+    def slot_request(
         self, slot: int, ids: list[int], max_tokens: int, temperature: float, top_p: float, seed: int | None = None
     ) -> Request:
         """Return a request of at most max_tokens, NGEN, and what CTX leaves. Without a seed it gets the next one."""
-        context = self.service.context
-        if max_answer_tokens(len(ids), context) < 1:
-            raise Refused(f"the text has {len(ids)} tokens, CTX is {context}; raise CTX or shorten it")
+        if max_answer_tokens(len(ids), self.context) < 1:
+            raise Refused(f"the text has {len(ids)} tokens, CTX is {self.context}; raise CTX or shorten it")
         if max_tokens > self.ngen:
             say(f"[stdio] max_tokens {max_tokens} is more than NGEN={self.ngen}; the answer ends there")
         if seed is None:
-            seed = self.service.seed + self.num_answers
+            seed = self.seed + self.num_answers
             self.num_answers += 1
         max_tokens = min(max_tokens, self.ngen)
-        return self.service.make_request(ids, max_tokens, temperature, top_p, seed, conversation=f"stdio {slot}")
+        return self.make_request(ids, max_tokens, temperature, top_p, seed, conversation=f"stdio {slot}")
 
     def write_answer(self, slot: PipeSlot, request: Request, line_end: str = "") -> None:
         """Write the answer while it is generated, then END and STAT. The slot keeps what was written."""
