@@ -42,7 +42,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from errors import Refused
-from generate.scheduler import Finished, NewToken, Request, Scheduler
+from generate.request import Finished, NewToken, Request
+from generate.scheduler import Scheduler
 from load.model import load_model, open_snapshot
 from settings import EMBEDDED_SNAPSHOT, Settings
 

@@ -42,9 +42,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from errors import Refused
 from forward.kv_cache import make_kv_cache
 from generate.decode import DecodeCounters, spec_decode
-from generate.draft import Drafter
+from generate.draft import Drafter, Proposers
 from generate.draft_length import DraftLength
-from generate.proposers import Proposers
 from generate.sampler import Sampler, uniform
 from load.model import load_model
 from settings import EMBEDDED_SNAPSHOT, Settings

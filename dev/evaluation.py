@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from errors import Refused
 from generate import scheduler as scheduling
-from generate.scheduler import Finished, NewToken, Scheduler
+from generate.request import Finished, NewToken
+from generate.scheduler import Scheduler
 from generate.score import ScoreRequest, score_requests
 from machine.console import say
 from modes.score import ScoreFileReader

@@ -1,28 +1,24 @@
 """The generation loop: sequences decode together, with draft tokens, beside chunks of prompts that are prefilled.
 
-One step is: propose draft tokens, one forward pass over all token rows, accept. It returns what each sequence got; who
-asked for the sequences decides what follows. An expert that several rows ask for is read once. T token rows, D model
+One step is: propose draft tokens, one forward pass over all token rows, verify. It returns what each sequence got, and
+the caller decides what follows. An expert that several rows ask for is read once. T token rows, D model
 width, V vocabulary.
 """
 
 from collections.abc import Callable
-from collections.abc import Sequence as Items
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from forward.layers_forward import layers_forward
+from forward.layers_forward import Progress, layers_forward
 from forward.lm_head import LOGIT_ROWS
 from forward.model import Model
 from forward.step import logits_after
 from generate.accept import StepResult, accept
 from generate.draft import Drafter, NoDraft
 from generate.sampler import TokenLogprobs, token_logprobs
-from generate.sequence import Prefill, Sequence
-
-Progress = Callable[[int, int, int], None]  # (layer, layers, token rows of the chunk)
-PromptChunks = Items[tuple[Prefill, int]]  # prompts and how many of their tokens are next
+from generate.sequence import Drafts, Prefill, PromptChunks, Sequence
 
 
 @dataclass(slots=True)
@@ -36,14 +32,6 @@ class BatchCounters:
     proposed: int = 0
     accepted: int = 0
     failed_forwards: int = 0
-
-
-@dataclass(slots=True)
-class StepOutput:
-    """Results of the sequences, in their order; the prompts that are prefilled now, with logits [1, V] after them."""
-
-    results: list[StepResult] = field(default_factory=list)
-    prefilled: list[tuple[Prefill, Tensor]] = field(default_factory=list)
 
 
 class Batch:
@@ -63,12 +51,10 @@ class Batch:
         """Prefill a whole prompt, chunk by chunk -> logits [1, V] after it; None when should_stop ended it: then the KV
         cache holds the chunks before."""
         while True:
-            count = min(prompt.num_left, self.max_prompt_rows)
-            output = self.run([], None, [(prompt, count)], progress, should_stop)
-            if output is None:
-                return None
-            if output.prefilled:
-                return output.prefilled[0][1]
+            chunk = prompt, min(prompt.num_left, self.max_prompt_rows)
+            logits = self.forward([], None, [chunk], progress, should_stop)
+            if logits is None or not prompt.num_left:
+                return logits[0] if logits else None
 
     def start(self, sequence: Sequence, logits: Tensor) -> StepResult:
         """Begin to decode: sample the first token from logits [1, V] after the prompt."""
@@ -80,26 +66,15 @@ class Batch:
 
     def step(self) -> list[StepResult]:
         """Decode: every sequence gets a token or more."""
-        output = self.run(self.sequences, self.drafter.propose(self.sequences))
-        assert output
-        return output.results
-
-    def run(
-        self,
-        sequences: list[Sequence],
-        drafts: list[list[int]] | None,
-        prompt_chunks: PromptChunks = (),
-        progress: Progress | None = None,
-        should_stop: Callable[[], bool] | None = None,
-    ) -> StepOutput | None:
-        """`forward`, then `verify`; None when should_stop ended it."""
-        logits = self.forward(sequences, drafts, prompt_chunks, progress, should_stop)
-        return None if logits is None else self.verify(sequences, drafts, prompt_chunks, logits)
+        sequences, drafts = self.sequences, self.drafter.propose(self.sequences)
+        logits = self.forward(sequences, drafts)
+        assert logits
+        return self.verify(sequences, drafts, logits)
 
     def forward(
         self,
         sequences: list[Sequence],
-        drafts: list[list[int]] | None,
+        drafts: Drafts | None,
         prompt_chunks: PromptChunks = (),
         progress: Progress | None = None,
         should_stop: Callable[[], bool] | None = None,
@@ -135,16 +110,10 @@ class Batch:
             self.counters.prompt_rows += sum(map(len, tokens)) - num_sequence_rows
         return logits
 
-    def verify(
-        self,
-        sequences: list[Sequence],
-        drafts: list[list[int]] | None,
-        prompt_chunks: PromptChunks,
-        logits: list[Tensor],
-    ) -> StepOutput:
-        """Sample from what `forward` gave; the KV caches forget the draft tokens that are not accepted. drafts None:
+    def verify(self, sequences: list[Sequence], drafts: Drafts | None, logits: list[Tensor]) -> list[StepResult]:
+        """Sample from the logits of `forward`; the KV caches drop the draft tokens that are not accepted. drafts None:
         the drafter learns nothing."""
-        output = StepOutput()
+        results = []
         for at, sequence in enumerate(sequences):
             num_known = len(sequence.ids)
             with self.profile.measure("sample"):
@@ -152,14 +121,11 @@ class Batch:
             sequence.kv.trim(num_known + result.num_accepted)
             self.counters.proposed += result.num_drafts
             self.counters.accepted += result.num_accepted
-            output.results.append(result)
+            results.append(result)
         if drafts is not None:
-            self.drafter.finish([result.num_accepted for result in output.results])
+            self.drafter.finish([result.num_accepted for result in results])
         self.sequences = [sequence for sequence in self.sequences if sequence.finish_reason is None]
-        for (prompt, _), of_prompt in zip(prompt_chunks, logits[len(sequences) :], strict=True):
-            if not prompt.num_left:
-                output.prefilled.append((prompt, of_prompt))
-        return output
+        return results
 
     @torch.inference_mode()
     def run_layers(

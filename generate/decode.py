@@ -4,10 +4,10 @@ from collections.abc import Callable, Collection, Generator
 from dataclasses import dataclass
 
 from forward.kv_cache import KvCache
+from forward.layers_forward import Progress
 from forward.model import Model
-from generate.batch import Batch, Progress
-from generate.draft import Drafter
-from generate.proposers import Proposers
+from generate.batch import Batch
+from generate.draft import Drafter, Proposers
 from generate.sampler import Sampler
 from generate.sequence import Prefill, Sequence
 from generate.tools.tool_state import ToolState

@@ -86,11 +86,7 @@ class DraftLength:
     # --- the choice ---
 
     def choose(
-        self,
-        offers: list[Offer],
-        num_rows: int | None = None,
-        room: int = sys.maxsize,
-        is_mixed: bool = False,
+        self, offers: list[Offer], num_rows: int | None = None, room: int = sys.maxsize, is_mixed: bool = False
     ) -> list[Choice]:
         """offers: for each sequence -> a choice for each.
 

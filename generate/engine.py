@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from forward.kv_cache import make_kv_cache
+from forward.layers_forward import Progress
 from forward.model import Model
 from forward.profile import Profile
-from generate.batch import Batch, BatchCounters, Progress
-from generate.draft import Drafter, NoDraft
+from generate.batch import Batch, BatchCounters
+from generate.draft import Drafter, NoDraft, Proposers
 from generate.draft_length import DraftLength
 from generate.head_kv_cache import HeadKvCache, HeadKvRow
-from generate.proposers import Proposers
 from generate.sampler import Sampler
 from generate.sequence import Prefill, Sequence
 from generate.tools.tool_state import Tokenizer, Tool, ToolState

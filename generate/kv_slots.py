@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from forward.kv_cache import make_kv_cache
 from forward.model import Model
+from generate.draft import Proposers
 from generate.kv_file import KvFileStore
 from generate.ngram import NgramProposer
-from generate.proposers import Proposers
 from generate.request import ActiveRequest
 from text.prompt import shared_prefix_length
 
@@ -25,6 +25,7 @@ class KvSlot:
         self.ids: list[int] = []
         self.proposers = Proposers(model, self.kv)
         self.active: ActiveRequest | None = None  # the request that writes here
+        self.row = 0  # of that request
         self.conversation: str | None = None  # the name of the text, if it has one
         self.used = 0  # when it was last, by a counter
 

@@ -3,10 +3,16 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+from errors import Refused
+from forward.finite import NonFinite
 from generate.sampler import TokenLogprobs
 from snapshot.config import ModelConfig
 from text.prompt import positions_needed
+
+if TYPE_CHECKING:  # a KV slot knows the request that writes to it
+    from generate.kv_slots import KvSlot
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +89,7 @@ class ActiveRequest:
         self.stop_ids: dict[int, int] = {}  # row -> the stop token that ended it
         self.unfinished = set(range(request.num_samples))  # rows
         self.cancelled: set[int] = set()  # rows
+        self.kv_slots: list[KvSlot] = []  # one for each row
         self.started: float | None = None  # by time.monotonic
         self.fault: str | None = None  # the listener's exception
 
@@ -104,9 +111,10 @@ class ActiveRequest:
             self.fault = self.fault or f"{type(error).__name__}: {error}"
             self.cancel()
 
-    def finish(self, row: int, reason: str, error: str | None = None) -> None:
+    def finish(self, row: int, reason: str, error: Exception | str | None = None) -> None:
         self.unfinished.discard(row)
-        self.emit(Finished(self, row, reason, error or (self.fault if reason == "cancelled" else None)))
+        text = describe_error(error) if error else self.fault if reason == "cancelled" else None
+        self.emit(Finished(self, row, reason, text))
 
 
 def check_request(request: Request, config: ModelConfig, num_slots: int, context: int) -> None:
@@ -126,3 +134,9 @@ def check_request(request: Request, config: ModelConfig, num_slots: int, context
         raise ValueError(f"num_samples={r.num_samples}: expected 1 to {num_slots}, a KV slot for each")
     if positions_needed(num_ids, max(r.max_tokens, 1)) > context:
         raise ValueError(f"{num_ids} prompt tokens and {r.max_tokens} more do not fit {context} positions")
+
+
+def describe_error(error: Exception | str) -> str:
+    """One line for an error; those of the engine are one already."""
+    is_known = isinstance(error, Refused | NonFinite | ValueError | str)
+    return str(error) if is_known else f"{type(error).__name__}: {error}"

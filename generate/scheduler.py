@@ -15,7 +15,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from torch import Tensor
@@ -23,48 +23,19 @@ from torch import Tensor
 from errors import Refused
 from forward.finite import NonFinite
 from generate.accept import StepResult
-from generate.batch import Batch, StepOutput
+from generate.batch import Batch
 from generate.chunked_prefill import ChunkedPrefill
 from generate.draft import Drafter
 from generate.draft_length import DraftLength
 from generate.kv_file import KvFileStore
 from generate.kv_slots import KvSlot, KvSlotChoice, choose_kv_slots
-from generate.request import (
-    ActiveRequest,
-    Event,
-    Finished,
-    NewToken,
-    Prefilled,
-    QueueFull,
-    Request,
-    Started,
-    check_request,
-)
+from generate.request import ActiveRequest, Event, NewToken, Prefilled, QueueFull, Request, Started, check_request
 from generate.sampler import Sampler
-from generate.sequence import Prefill, Sequence
+from generate.sequence import Drafts, Prefill, PromptChunks, Sequence
 from load.model import LoadedModel
 from text.prompt import shared_prefix_length
 
-__all__ = ["ActiveRequest", "Finished", "NewToken", "Prefilled", "QueueFull", "Request", "Scheduler", "Started"]
-
 NUM_TIMED = 16  # requests whose time counts for retry_after
-
-
-@dataclass(frozen=True, slots=True)
-class SequenceOwner:
-    """Whose tokens a sequence gives, and where its KV cache is."""
-
-    active: ActiveRequest
-    row: int
-    kv_slot: KvSlot
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillOwner:
-    """Whose prompt is prefilled, into the first of these KV slots; the others are for further rows."""
-
-    active: ActiveRequest
-    kv_slots: list[KvSlot]
 
 
 class Scheduler:
@@ -170,7 +141,7 @@ class Scheduler:
                 self.admit()
                 self.step()
             except Exception as error:  # a fault of ours ends what is under way, not the server
-                self.end_all("error", describe(error))
+                self.end_all("error", error)
         self.end_all("cancelled")
         for active in self.take_waiting(lambda active: True):
             self.finish_rows(active)
@@ -200,7 +171,7 @@ class Scheduler:
                 except Exception as error:
                     for slot in choice.kv_slots:
                         self.free(slot, "error")
-                    self.finish_rows(active, "error", describe(error))
+                    self.finish_rows(active, "error", error)
             elif r.num_samples > self.num_free:
                 break
 
@@ -213,9 +184,9 @@ class Scheduler:
             if shared_prefix_length(saved_ids, r.prompt_ids[:-1]) > length:
                 first.load(self.store, r.conversation)
                 length, source = first.num_cached(r.prompt_ids[:-1]), first
-        for slot in choice.kv_slots:
-            slot.active, slot.used = active, next(self.clock)
-        active.started = time.monotonic()
+        for row, slot in enumerate(choice.kv_slots):
+            slot.active, slot.row, slot.used = active, row, next(self.clock)
+        active.kv_slots, active.started = choice.kv_slots, time.monotonic()
         first.start(r.prompt_ids, length, source)
         for slot in choice.kv_slots:
             slot.conversation = None
@@ -223,8 +194,9 @@ class Scheduler:
         self.prompt_tokens += len(r.prompt_ids)
         self.cached_tokens += length
         active.emit(Started(active, length))
-        owner = PrefillOwner(active, choice.kv_slots)
-        self.prefills.append(Prefill(first.ids, first.kv, first.proposers, r.prompt_logprobs, r.top_logprobs, owner))
+        self.prefills.append(
+            Prefill(first.ids, first.kv, first.proposers, r.prompt_logprobs, r.top_logprobs, owner=active)
+        )
 
     # --- one step: schedule, propose, forward, verify, publish ---
 
@@ -246,16 +218,16 @@ class Scheduler:
             self.retry_each(sequences, chunks, error)
         else:
             if logits is not None:
-                self.publish(self.batch.verify(sequences, drafts, chunks, logits))
+                self.publish(sequences, drafts, chunks, logits)
 
-    def stop_condition(self, chunks: list[tuple[Prefill, int]]) -> Callable[[], bool]:
+    def stop_condition(self, chunks: PromptChunks) -> Callable[[], bool]:
         """-> should_stop of a forward: nobody waits any more for a prompt in it."""
-        return lambda: self.is_closing or any(prompt.owner.active.is_cancelled for prompt, _ in chunks)
+        return lambda: self.is_closing or any(prompt.owner.is_cancelled for prompt, _ in chunks)
 
-    def retry_each(self, sequences: list[Sequence], chunks: list[tuple[Prefill, int]], error: Exception) -> None:
+    def retry_each(self, sequences: list[Sequence], chunks: PromptChunks, error: Exception) -> None:
         """After a forward over several failed: run each by itself and without drafts, so that only those end which
         fail."""
-        alone: list[tuple[list[Sequence], list[tuple[Prefill, int]]]] = [([sequence], []) for sequence in sequences]
+        alone: list[tuple[list[Sequence], PromptChunks]] = [([sequence], []) for sequence in sequences]
         alone += [([], [chunk]) for chunk in chunks]
         for one, chunk in alone:
             if len(alone) > 1:
@@ -266,37 +238,39 @@ class Scheduler:
                 else:
                     if logits is None:
                         return
-                    self.publish(self.batch.verify(one, None, chunk, logits))
+                    self.publish(one, None, chunk, logits)
                     continue
             for sequence in one:
-                self.end(sequence, "error", describe(error))
+                self.end(sequence, "error", error)
             for prompt, _ in chunk:
-                self.end_prefill(prompt, "error", describe(error))
+                self.end_prefill(prompt, "error", error)
 
-    def publish(self, output: StepOutput) -> None:
-        """Start the rows of prompts that are prefilled, emit tokens, free what ended."""
-        results = output.results
-        for prompt, logits in output.prefilled:
-            self.prefills.remove(prompt)
-            results += self.start_rows(prompt, logits)
+    def publish(
+        self, sequences: list[Sequence], drafts: Drafts | None, chunks: PromptChunks, logits: list[Tensor]
+    ) -> None:
+        """Verify, start the rows of prompts that are prefilled, emit tokens, free what ended."""
+        results = self.batch.verify(sequences, drafts, logits)
+        for (prompt, _), of_prompt in zip(chunks, logits[len(sequences) :], strict=True):
+            if not prompt.num_left:
+                results += self.start_rows(prompt, of_prompt)
         for result in results:
             self.publish_tokens(result)
 
     def start_rows(self, prompt: Prefill, logits: Tensor) -> list[StepResult]:
         """All rows of a request begin with the prompt's KV cache, each with a token of its own from logits [1, V]."""
-        active, kv_slots = prompt.owner.active, prompt.owner.kv_slots
-        r, results = active.request, []
+        active, results = prompt.owner, []
+        r = active.request
+        self.prefills.remove(prompt)
         active.emit(Prefilled(active, prompt.logprobs))
-        for row, slot in enumerate(kv_slots):
+        for row, slot in enumerate(active.kv_slots):
             if row not in active.unfinished:
                 self.free(slot, "cancelled")  # during the prefill
                 continue
             if row:
-                slot.start(r.prompt_ids, len(r.prompt_ids), kv_slots[0])
+                slot.start(r.prompt_ids, len(r.prompt_ids), active.kv_slots[0])
             sampler = Sampler(r.temperature, r.nucleus, r.seed, row, r.top_k)
-            owner = SequenceOwner(active, row, slot)
             sequence = Sequence(
-                slot.ids, slot.kv, sampler, r.max_tokens, r.stop_ids, r.top_logprobs, slot.proposers, owner=owner
+                slot.ids, slot.kv, sampler, r.max_tokens, r.stop_ids, r.top_logprobs, slot.proposers, owner=slot
             )
             results.append(self.batch.start(sequence, logits))
         return results
@@ -325,25 +299,26 @@ class Scheduler:
             if sequence.owner.row in sequence.owner.active.cancelled:
                 self.end(sequence, "cancelled")
         for prompt in list(self.prefills):
-            active = prompt.owner.active
+            active = prompt.owner
             if active.is_cancelled:
                 self.end_prefill(prompt, "cancelled")
             for row in sorted(active.unfinished & active.cancelled):
                 self.finish(active, row, "cancelled")
 
-    def end(self, sequence: Sequence, reason: str, error: str | None = None) -> None:
+    def end(self, sequence: Sequence, reason: str, error: Exception | None = None) -> None:
         """A sequence ends: its KV slot becomes free."""
+        slot, active = sequence.owner, sequence.owner.active
         if sequence in self.batch.sequences:
             self.batch.sequences.remove(sequence)
-        self.free(sequence.owner.kv_slot, reason)
-        self.finish(sequence.owner.active, sequence.owner.row, reason, error)
+        self.free(slot, reason)
+        self.finish(active, slot.row, reason, error)
 
-    def end_prefill(self, prompt: Prefill, reason: str, error: str | None = None) -> None:
+    def end_prefill(self, prompt: Prefill, reason: str, error: Exception | None = None) -> None:
         """All rows of a request end during its prefill."""
         self.prefills.remove(prompt)
         for slot in prompt.owner.kv_slots:
             self.free(slot, reason)
-        self.finish_rows(prompt.owner.active, reason, error)
+        self.finish_rows(prompt.owner, reason, error)
 
     def free(self, slot: KvSlot, reason: str) -> None:
         """The slot keeps its text for the prefix cache, except after an error."""
@@ -351,11 +326,11 @@ class Scheduler:
             slot.clear()
         slot.active, slot.used = None, next(self.clock)
 
-    def finish_rows(self, active: ActiveRequest, reason: str = "cancelled", error: str | None = None) -> None:
+    def finish_rows(self, active: ActiveRequest, reason: str = "cancelled", error: Exception | None = None) -> None:
         for row in sorted(active.unfinished):
             self.finish(active, row, reason, error)
 
-    def finish(self, active: ActiveRequest, row: int, reason: str, error: str | None = None) -> None:
+    def finish(self, active: ActiveRequest, row: int, reason: str, error: Exception | None = None) -> None:
         """Emit the end of a row; a conversation is saved."""
         self.finish_reasons[reason] += 1
         if active.unfinished == {row} and active.started:
@@ -367,15 +342,9 @@ class Scheduler:
                 if slot.conversation == name and slot.active is None:
                     self.store.save(name, slot.ids[: slot.kv.length], slot.kv)
 
-    def end_all(self, reason: str, error: str | None = None) -> None:
+    def end_all(self, reason: str, error: Exception | None = None) -> None:
         """End all that is under way."""
         for sequence in list(self.batch.sequences):
             self.end(sequence, reason, error)
         for prompt in list(self.prefills):
             self.end_prefill(prompt, reason, error)
-
-
-def describe(error: Exception) -> str:
-    """One line for an error; those of the engine are one already."""
-    is_known = isinstance(error, Refused | NonFinite | ValueError)
-    return str(error) if is_known else f"{type(error).__name__}: {error}"

@@ -1,39 +1,32 @@
 """What goes through the layers: sequences that decode, and prompts that are prefilled."""
 
 from collections.abc import Collection
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from generate.proposers import Proposers
 from generate.sampler import Sampler, TokenLogprobs
 from generate.tools.tool_state import ToolState
 
-
-class SequenceKvCache(Protocol):
-    """What the generation loop asks of a KV cache; forward/kv_cache.py and generate/head_kv_cache.py have it."""
-
-    @property
-    def length(self) -> int: ...
-
-    def trim(self, length: int) -> None: ...
+if TYPE_CHECKING:  # a drafter works on sequences
+    from generate.draft import Proposers
 
 
 class Sequence:
-    """A text that is continued token by token. Its KV cache holds the first kv.length of its ids, not the pending ones.
+    """A text that is continued token by token. Its KV cache holds the first kv.length of its ids, the rest is pending.
 
     max_tokens are counted from the ids at the start. stop_ids end it and do not become part of it. top_logprobs None:
     no log-probabilities; n: those of each token and of the n likeliest. is_lockstep: a step gives it one token, also
-    where a tool forces several. `owner` belongs to whoever made the sequence.
+    where a tool forces several. kv: a KvCache or HeadKvRow. `owner` belongs to whoever made the sequence.
     """
 
     def __init__(
         self,
         ids: list[int],
-        kv: Any,  # a SequenceKvCache; the forward pass knows which
+        kv: Any,
         sampler: Sampler,
         max_tokens: int,
         stop_ids: Collection[int] = (),
         top_logprobs: int | None = None,
-        proposers: Proposers | None = None,
+        proposers: "Proposers | None" = None,
         tool_state: ToolState | None = None,
         is_lockstep: bool = False,
         owner: Any = None,
@@ -55,11 +48,6 @@ class Sequence:
         """Tokens that may still be sampled."""
         return self.end - len(self.ids)
 
-    @property
-    def pending(self) -> list[int]:
-        """Ids that the KV cache does not hold yet: the last one, and what a tool forced before it."""
-        return self.ids[self.kv.length :]
-
     def truncate(self, length: int) -> None:
         """Forget the ids from `length` on."""
         del self.ids[length:]
@@ -72,8 +60,8 @@ class Prefill:
     def __init__(
         self,
         ids: list[int],
-        kv: Any,  # a SequenceKvCache
-        proposers: Proposers | None = None,
+        kv: Any,
+        proposers: "Proposers | None" = None,
         with_logprobs: bool = False,
         top_logprobs: int | None = None,
         owner: Any = None,
@@ -88,3 +76,7 @@ class Prefill:
     def num_left(self) -> int:
         """Tokens that the KV cache does not hold yet."""
         return len(self.ids) - self.kv.length
+
+
+PromptChunks = Collection[tuple[Prefill, int]]  # prompts, and how many of their tokens go through the layers next
+Drafts = list[list[int]]  # draft tokens of each sequence

@@ -13,8 +13,7 @@ from errors import Refused
 from forward.finite import NonFinite
 from forward.kv_cache import make_kv_cache
 from generate.decode import DecodeCounters, spec_decode
-from generate.draft import Drafter
-from generate.proposers import Proposers
+from generate.draft import Drafter, Proposers
 from generate.tools.tool_state import Tool, ToolState
 from load.model import LoadedModel, OpenedSnapshot, load_model
 from machine.console import PrefillProgress, say

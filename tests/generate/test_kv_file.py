@@ -11,7 +11,8 @@ import torch
 from forward.kv_cache import make_kv_cache
 from forward.step import step
 from generate.kv_file import KvFileStore
-from generate.scheduler import Request, Scheduler, Started
+from generate.request import Request, Started
+from generate.scheduler import Scheduler
 from tests.conftest import FIXTURES
 from tests.support.serving import NAME, PROMPT, alone, ask
 
@@ -133,7 +134,7 @@ def test_a_crash_loses_the_last_turn_at_most(begin, tmp_path):
     assert resumed(begin.files) == whole
     for end in (0, 10, data.index(b"\n") + 1, data.index(b"\n") + 9, first - 1):
         path.write_bytes(data[:end])
-        anew(begin, text, "begins anew: " + path.name + " is cut off or damaged")
+        anew(begin, text, "starts empty: " + path.name + " is cut off or damaged")
     path.write_bytes(data[: first - 40] + b"\xff" + data[first - 39 :])  # rows of the first turn
     scheduler = begin()
     assert turn(scheduler, [*text, 9])[0] == 0 and "damaged" in begin.said[0]
@@ -182,9 +183,9 @@ def test_hostile_files(begin, tmp_path):
     huge = (2**63).to_bytes(8, "little")
     for broken, words in [
         (b"{}\n" + rest, "it was saved with"),
-        (b"[]\n" + rest, "begins anew"),
-        (b"\xff\n" + rest, "begins anew"),
-        (b"{" * 70000, "begins anew"),
+        (b"[]\n" + rest, "starts empty"),
+        (b"\xff\n" + rest, "starts empty"),
+        (b"{" * 70000, "starts empty"),
         (line.replace(b'"kv": 1', b'"kv": true', 1) + b"\n" + rest, "saved with kv true"),
         (line.replace(b'"name": "a"', b'"name": "b"') + b"\n" + rest, 'saved with name "b"'),
         (line + b"\n" + bytes(8) + huge + rest[16:], "cut off or damaged"),

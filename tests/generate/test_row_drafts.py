@@ -8,11 +8,10 @@ from experts.route_observer import ForwardRoutes
 from forward.kv_cache import make_kv_cache
 from forward.step import step_all
 from generate.batch import Batch
-from generate.draft import Drafter, align_choices
+from generate.draft import Drafter, Proposers, align_choices
 from generate.draft_length import DraftLength
 from generate.engine import Engine
 from generate.mtp_draft import MtpProposer, draft_by_mtp
-from generate.proposers import Proposers
 from generate.sampler import Sampler
 from generate.sequence import Prefill, Sequence
 from generate.tools.tool_state import Tool

@@ -10,13 +10,12 @@ from experts.route_observer import ForwardRoutes
 from forward.kv_cache import make_kv_cache
 from forward.step import step_all
 from generate.batch import Batch
-from generate.draft import Drafter
+from generate.draft import Drafter, Proposers
 from generate.draft_length import DraftLength
 from generate.engine import Engine
 from generate.kv_slots import KvSlot, choose_kv_slots
-from generate.proposers import Proposers
+from generate.request import Finished, NewToken, Prefilled, Request, Started
 from generate.sampler import Sampler, token_logprobs
-from generate.scheduler import Finished, NewToken, Prefilled, Request, Started
 from generate.score import ScoreRequest, score_requests
 from generate.sequence import Prefill, Sequence
 from load.model import load_model, open_snapshot

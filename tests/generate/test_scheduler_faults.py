@@ -7,8 +7,7 @@ import pytest
 import safetensors.torch
 
 from errors import Refused
-from generate.request import QueueFull
-from generate.scheduler import Finished, NewToken, Prefilled, Request, Started
+from generate.request import Finished, NewToken, Prefilled, QueueFull, Request, Started
 from load.model import load_model
 from settings import EMBEDDED_SNAPSHOT, Settings
 from tests.conftest import FIXTURES, read_json

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from experts.cache import CacheCounters
-from generate.scheduler import Finished, NewToken, Prefilled, QueueFull, Scheduler, Started
+from generate.request import Finished, NewToken, Prefilled, QueueFull, Started
+from generate.scheduler import Scheduler
 from server.stdio import frames as stdio_frames
 from server.stdio import pipe_server
 from server.stdio.pipe_server import hit_rate_since, run_pipe_server

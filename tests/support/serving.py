@@ -3,8 +3,8 @@
 import threading
 
 from generate.engine import naive_generate
+from generate.request import Finished, NewToken, Request
 from generate.sampler import Sampler
-from generate.scheduler import Finished, NewToken, Request
 from tests.conftest import reference
 
 NAME = "glm_moe_dsa_mtp"
