@@ -1,17 +1,17 @@
 """ChatHistory: the messages of an interactive chat, and the token ids that they become."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from errors import Refused
 from machine.console import say
 from snapshot.config import ModelConfig
-from text.prompt import PromptPrefix, positions_needed
+from text.chat_turns import Message, assistant_message, drop_oldest_turns
+from text.prompt import PromptPrefix
+from text.reply import THINK
 from text.tokenizer import TextTokenizer
 
 if TYPE_CHECKING:
     from settings import Settings
-
-Message = dict[str, Any]
 
 
 class ChatHistory:
@@ -36,7 +36,7 @@ class ChatHistory:
     def encode(self, messages: list[Message]) -> list[int]:
         """-> the prompt ids after which the answer comes."""
         text = self.tokenizer.render_chat(messages, self.think)
-        self.is_thinking = text.rstrip().endswith("<think>")
+        self.is_thinking = text.rstrip().endswith(THINK)
         ids = self.prefix.prepend(self.tokenizer.encode(text))
         if not ids:
             raise Refused(f"{self.tokenizer.path.parent}: the chat template makes no token of a message")
@@ -48,12 +48,7 @@ class ChatHistory:
         Refused, and nothing changed, when the question does not fit CTX by itself.
         """
         messages = [*self.messages, question(text)]
-        ids = self.encode(messages)
-        if positions_needed(len(ids), self.reserve) > self.context:
-            # Down to half of CTX at once: every drop means a prefill of all that is left.
-            while len(messages) > 1 and len(ids) > self.context // 2:
-                messages = messages[2:]
-                ids = self.encode(messages)
+        messages, ids = drop_oldest_turns(messages, self.encode, self.context, self.reserve)
         if len(ids) > self.context:
             raise Refused(f"the message has {len(ids)} tokens, CTX is {self.context}; raise CTX or shorten it")
         if num_dropped := (len(self.messages) + 1 - len(messages)) // 2:
@@ -64,11 +59,7 @@ class ChatHistory:
 
     def add_answer(self, text: str) -> None:
         """Add the answer to the last question, complete or cut off; unfinished reasoning is closed."""
-        message = {"role": "assistant", "content": text}
-        if self.is_thinking or text.startswith("<think>"):
-            reasoning, _, content = text.removeprefix("<think>").partition("</think>")
-            message |= {"reasoning_content": reasoning, "content": content}
-        self.messages.append(message)
+        self.messages.append(assistant_message(text, self.is_thinking))
 
     def drop_question(self) -> None:
         """Remove the last question, which got no answer."""
