@@ -24,15 +24,11 @@ def libc() -> ctypes.CDLL:
 class Arena:
     """`size` bytes, allocated front to back by `allocate`."""
 
-    memory: mmap.mmap
-    bytes: Tensor  # uint8 [size], all of the memory
-    used: int
-
     def __init__(self, size: int):
         self.memory = mmap.mmap(-1, max(mmap.PAGESIZE, size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self.memory.madvise(mmap.MADV_HUGEPAGE)
-        self.bytes = torch.frombuffer(self.memory, dtype=torch.uint8)
+        self.bytes = torch.frombuffer(self.memory, dtype=torch.uint8)  # [size]
         self.used = 0
 
     def allocate(self, num_bytes: int) -> Tensor:

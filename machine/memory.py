@@ -39,14 +39,10 @@ def available_bytes() -> int | None:
 class MemoryGuard:
     """Keeps the process within its memory budget, and some memory of host and cgroups free, whoever uses it."""
 
-    budget_bytes: int
-    clock: Callable[[], float]
-    next_check: float  # by the clock
-
     def __init__(self, budget_bytes: int, clock: Callable[[], float] = time.monotonic):
         self.budget_bytes = budget_bytes
         self.clock = clock
-        self.next_check = 0.0
+        self.next_check = 0.0  # by the clock
 
     def spare_bytes(self) -> int | None:
         """Bytes that may still be used; negative: bytes to release; None if the last check was just now."""

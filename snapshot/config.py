@@ -139,11 +139,8 @@ def check_quantization(fields: ConfigFields) -> None:
         return
     if not isinstance(values, dict):
         fields.reject("quantization_config", "must be an object")
-    method = values.get("quant_method")
-    if method == "mxfp4":
-        return
-    if method != "fp8":
-        fields.reject("quantization_config.quant_method", f"is {show(method)}, this engine reads fp8 and mxfp4")
-    for key, known in (("fmt", "e4m3"), ("weight_block_size", [128, 128])):
-        if values.get(key, known) != known:
-            fields.reject(f"quantization_config.{key}", f"is {show(values[key])}, this engine reads {known}")
+    quantization = fields.nested("quantization_config", values)
+    quantization.require("quant_method", "fp8", "mxfp4")
+    if quantization.get("quant_method") == "fp8":
+        quantization.require("fmt", "e4m3")
+        quantization.require("weight_block_size", [128, 128])

@@ -14,11 +14,9 @@ class ConfigFields(FieldReader):
     Defaults are range-checked as values are: some ranges depend on other keys.
     """
 
-    prefix: str  # of keys in error messages, "rope_parameters." for a nested object
-
     def __init__(self, values: dict[str, Any], path: Path | str, prefix: str = ""):
         super().__init__(values, str(path))
-        self.prefix = prefix
+        self.prefix = prefix  # of keys in error messages, "rope_parameters." for a nested object
 
     def nested(self, key: str, values: dict[str, Any]) -> "ConfigFields":
         """Fields of the object under `key`."""

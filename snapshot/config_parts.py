@@ -31,11 +31,6 @@ def parse_common(fields: ConfigFields, positions: int, eps: float = 1e-5) -> Par
     }
 
 
-def parse_mtp(fields: ConfigFields) -> Part:
-    """The number of multi-token-prediction layers after the last layer."""
-    return {"num_mtp_layers": fields.count("num_nextn_predict_layers", 0, low=0, high=1)}
-
-
 def parse_mla(fields: ConfigFields, common: Part, needs_q_lora: bool = True) -> Part:
     """Multi-head latent attention (MLA); needs_q_lora: refuse a config without q_lora_rank."""
     num_heads = fields.count("num_attention_heads")
@@ -131,40 +126,49 @@ def parse_experts(
     }
 
 
-def parse_sigmoid_router(
-    fields: ConfigFields, experts: Part, groups: int = 1, active_groups: int = 1, scaling: float = 1.0
+def parse_sigmoid_moe(
+    fields: ConfigFields,
+    common: Part,
+    num_dense: int,
+    count: int = MISSING,
+    active: int = MISSING,
+    groups: int = 1,
+    active_groups: int = 1,
+    scaling: float = 1.0,
 ) -> Part:
-    """The noaux_tc router of DeepSeek-V3 and GLM, with shared experts; the last three are the family's defaults."""
+    """MoE of DeepSeek-V3 and GLM: dense layers first, a noaux_tc router, shared experts, an MTP layer.
+
+    The numbers are the family's defaults of first_k_dense_replace, n_routed_experts, num_experts_per_tok, n_group,
+    topk_group and routed_scaling_factor.
+    """
     fields.require("scoring_func", "sigmoid")
     fields.require("topk_method", "noaux_tc")
     fields.require("mlp_bias", False)
     fields.require("moe_layer_freq", 1)
-    num_experts = experts["num_experts"]
+    experts = parse_experts(fields, count=count, active=active)
+    num_experts, num_active = experts["num_experts"], experts["num_active_experts"]
     num_groups = fields.count("n_group", groups, high=num_experts)
     num_active_groups = fields.count("topk_group", active_groups)
     if num_experts % num_groups:
         fields.reject("n_group", f"is {num_groups}, which does not divide {num_experts} experts")
     if num_active_groups > num_groups:
         fields.reject("topk_group", f"is {num_active_groups}, above n_group {num_groups}")
-    num_active = experts["num_active_experts"]
     if num_active > num_active_groups * (num_experts // num_groups):
         fields.reject("num_experts_per_tok", f"is {num_active}, more than topk_group groups hold")
-    return {
+    types = fields.words("mlp_layer_types", ("dense", "sparse"), common["num_layers"])
+    if types is None:
+        num_dense = min(fields.count("first_k_dense_replace", num_dense, low=0), common["num_layers"])
+        types = ("dense",) * num_dense + ("sparse",) * (common["num_layers"] - num_dense)
+    return experts | {
+        "mlp_types": types,
+        "intermediate_size": fields.count("intermediate_size"),
         "num_shared_experts": fields.count("n_shared_experts", 1, high=64),
         "num_groups": num_groups,
         "num_active_groups": num_active_groups,
         "normalize_weights": fields.flag("norm_topk_prob", True),
         "routed_scaling": fields.number("routed_scaling_factor", scaling),
+        "num_mtp_layers": fields.count("num_nextn_predict_layers", 0, low=0, high=1),
     }
-
-
-def parse_mlp_types(fields: ConfigFields, num_layers: int, num_dense: int) -> Part:
-    """Dense and sparse layers; mlp_layer_types takes precedence over first_k_dense_replace (default num_dense)."""
-    types = fields.words("mlp_layer_types", ("dense", "sparse"), num_layers)
-    if types is None:
-        num_dense = min(fields.count("first_k_dense_replace", num_dense, low=0), num_layers)
-        types = ("dense",) * num_dense + ("sparse",) * (num_layers - num_dense)
-    return {"mlp_types": types, "intermediate_size": fields.count("intermediate_size")}
 
 
 def parse_indexer(fields: ConfigFields, attention: Part, heads: int) -> Part:

@@ -26,19 +26,9 @@ from snapshot.weights import ModelWeights, MtpWeights, bind_layer
 class DenseTensors:
     """The dense tensors as stored; `load` reads them. with_mtp: those of the MTP layer too, if it is complete."""
 
-    config: ModelConfig
-    family: Family
-    index: TensorIndex
-    mtp_problem: str | None  # why the MTP layer is not among them
-    has_indexer: bool
-    matrices: dict[str, StoredWeight]
-    floats: dict[str, TensorEntry]  # tensors that become float32: vectors, routers and expert biases
-    embed_name: str
-    head_name: str
-    router_names: set[str]
-
     def __init__(self, config: ModelConfig, family: Family, index: TensorIndex, with_mtp: bool = False):
         self.config, self.family, self.index = config, family, index
+        # Why the MTP layer is not among them.
         self.mtp_problem = self.find_mtp_problem() if with_mtp else "not asked for"
         top = family.model_tensors(config)
         self.embed_name = top["embed"][0]
@@ -48,7 +38,8 @@ class DenseTensors:
         routed = [self.layer_tables(layer) for layer in (*config.sparse_layers, *self.mtp_layers)]
         self.router_names = {tables["router"]["router"][0] for tables in routed}
         biases = {name for tables in routed for name, _ in tables.get("expert_biases", {}).values()}
-        self.matrices, self.floats = {}, {}
+        self.matrices: dict[str, StoredWeight] = {}
+        self.floats: dict[str, TensorEntry] = {}  # tensors that become float32: vectors, routers and expert biases
         for table in self.tensor_tables():
             for name, shape in table.values():
                 # A quantized router would choose other experts.

@@ -7,7 +7,7 @@ import math
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -43,6 +43,7 @@ class TensorEntry:
         return ITEM_BYTES[self.dtype]
 
 
+@dataclass
 class TensorIndex:
     """All tensors of a snapshot by name."""
 
@@ -52,22 +53,10 @@ class TensorIndex:
     shards: str  # for error messages: which of a numbered series are there
     has_gap: bool  # a shard of the series is missing
     unlisted: tuple[Path, ...]  # files that are in the folder, but not named by an index file
-    used_paths: set[Path]  # files of which a tensor was looked up
-    layer_prefixes: set[str]  # "model.layers.7."
+    used_paths: set[Path] = field(default_factory=set)  # files of which a tensor was looked up
 
-    def __init__(
-        self,
-        folder: Path,
-        entries: dict[str, TensorEntry],
-        formats: dict[Path, dict[str, str]],
-        shards: str,
-        has_gap: bool,
-        unlisted: tuple[Path, ...],
-    ):
-        self.folder, self.entries, self.formats = folder, entries, formats
-        self.shards, self.has_gap, self.unlisted = shards, has_gap, unlisted
-        self.used_paths = set()
-        self.layer_prefixes = {".".join(name.split(".")[:3]) + "." for name in entries}
+    def __post_init__(self) -> None:
+        self.layer_prefixes = {".".join(name.split(".")[:3]) + "." for name in self.entries}
 
     def __contains__(self, name: str) -> bool:
         return name in self.entries

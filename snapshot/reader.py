@@ -82,14 +82,10 @@ def parse_json_object(data: bytes, subject: str) -> dict[str, Any]:
 class FileReader:
     """Reads from the files of a snapshot, each opened once. Threads may share it. Close it when the model goes."""
 
-    preadv: Callable[..., int]  # os.preadv, except in tests of read errors
-    descriptors: dict[tuple[Path, int], int]  # (path, flags) -> descriptor
-    buffered_only: set[Path]  # files whose file system refuses direct reads
-
     def __init__(self, preadv: Callable[..., int] | None = None):
-        self.preadv = preadv or os.preadv
-        self.descriptors = {}
-        self.buffered_only = set()
+        self.preadv = preadv or os.preadv  # another in tests of read errors
+        self.descriptors: dict[tuple[Path, int], int] = {}  # (path, flags) -> descriptor
+        self.buffered_only: set[Path] = set()  # files whose file system refuses direct reads
         self.opening = threading.Lock()
 
     def read_into(self, path: Path, offset: int, buffer: memoryview, what: str) -> None:

@@ -19,16 +19,13 @@ REASONING = ("reasoning_content", "thinking", "reasoning")  # keys of a message'
 class ChatTemplate:
     """A compiled template."""
 
-    source: str
-    special_tokens: Mapping[str, str]
-    variables: set[str]  # names that the template reads: messages, tools, enable_thinking, ...
-
     def __init__(self, source: str, special_tokens: Mapping[str, str]):
         from jinja2 import meta
 
         environment = make_environment()
         self.source, self.special_tokens = source, special_tokens
-        self.variables = meta.find_undeclared_variables(environment.parse(source))
+        # Names that the template reads: messages, tools, enable_thinking, ...
+        self.variables: set[str] = meta.find_undeclared_variables(environment.parse(source))
         self.template = environment.from_string(source)
 
     def render(

@@ -15,11 +15,9 @@ class PromptPrefix:
     notice: a line for the user if the family has a prefix that cannot be added.
     """
 
-    ids: list[int]
-    notice: str | None
-
     def __init__(self, config: ModelConfig, tokenizer: "TextTokenizer | None", enabled: bool):
-        self.ids, self.notice = [], None
+        self.ids: list[int] = []
+        self.notice: str | None = None
         if not config.text_prefix or not enabled:
             return
         ids = tokenizer.find_ids(config.text_prefix) if tokenizer else []

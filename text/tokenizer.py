@@ -28,15 +28,6 @@ END_OF_TEXT = "<|endoftext|>"
 class TextTokenizer:
     """tokenizer.json of a snapshot, with tokenizer_config.json and chat_template.jinja if there are any."""
 
-    path: Path  # of tokenizer.json
-    tokenizer: Tokenizer
-    tokenizer_config: dict[str, Any]
-    chat_template: Any  # source text; anything else in tokenizer_config.json counts as no template
-    special_ids: set[int]
-    special_pattern: re.Pattern[str] | None  # special tokens of two characters or more, the longest first
-    is_byte_level: bool
-    lock: threading.Lock  # encode_as_text changes the tokenizer for a moment
-
     def __init__(self, folder: Path, config: ModelConfig):
         self.path = folder / "tokenizer.json"
         data = read_file(self.path, "text needs the snapshot's tokenizer")
@@ -49,14 +40,15 @@ class TextTokenizer:
         self.check_ids(declared, config.vocab_size)
         extra, template = folder / "tokenizer_config.json", folder / "chat_template.jinja"
         # lexists: a dangling link is a broken download, not an absent file.
-        self.tokenizer_config = read_json_object(extra) if os.path.lexists(extra) else {}
+        self.tokenizer_config: dict[str, Any] = read_json_object(extra) if os.path.lexists(extra) else {}
         source = read_text(template) if os.path.lexists(template) else self.tokenizer_config.get("chat_template")
-        self.chat_template = default_template(source) if isinstance(source, list) else source
-        self.lock = threading.Lock()
+        # A source text; anything else in tokenizer_config.json counts as no template.
+        self.chat_template: Any = default_template(source) if isinstance(source, list) else source
+        self.lock = threading.Lock()  # encode_as_text changes the tokenizer for a moment
         self.is_byte_level = "ByteLevel" in json.dumps(declared.get("decoder"))
         special = [token for token in declared.get("added_tokens", []) if token.get("special")]
-        self.special_ids = {token["id"] for token in special}
-        # A token of one character cannot be broken in two; there is none.
+        self.special_ids: set[int] = {token["id"] for token in special}
+        # The longest first. A token of one character cannot be broken in two; there is none.
         texts = sorted((token["content"] for token in special if len(token["content"]) > 1), key=len, reverse=True)
         self.special_pattern = re.compile("|".join(map(re.escape, texts))) if texts else None
 

@@ -3,7 +3,7 @@
 from snapshot import config_parts as parts
 from snapshot.config import ModelConfig
 from snapshot.config_fields import ConfigFields
-from snapshot.families.deepseek_v3 import TEXT_PREFIX
+from snapshot.families.deepseek_v3 import MOE_DEFAULTS, TEXT_PREFIX
 from snapshot.family import Family
 
 
@@ -11,7 +11,6 @@ def parse_config(fields: ConfigFields) -> ModelConfig:
     fields.require("rope_interleave", True)
     common = parts.parse_common(fields, positions=163840, eps=1e-6)
     attention = parts.parse_mla(fields, common)
-    experts = parts.parse_experts(fields, count=256, active=8)
     return ModelConfig(
         text_prefix=TEXT_PREFIX,
         rope_interleaved=True,
@@ -20,10 +19,7 @@ def parse_config(fields: ConfigFields) -> ModelConfig:
         **common,
         **attention,
         **parts.parse_indexer(fields, attention, heads=64),
-        **parts.parse_mlp_types(fields, common["num_layers"], 3),
-        **experts,
-        **parts.parse_sigmoid_router(fields, experts, groups=8, active_groups=4, scaling=2.5),
-        **parts.parse_mtp(fields),
+        **parts.parse_sigmoid_moe(fields, common, **MOE_DEFAULTS),
     )
 
 

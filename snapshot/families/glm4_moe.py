@@ -10,16 +10,12 @@ TEXT_PREFIX = ("[gMASK]", "<sop>")
 
 def parse_config(fields: ConfigFields) -> ModelConfig:
     common = parts.parse_common(fields, positions=131072)
-    experts = parts.parse_experts(fields)
     return ModelConfig(
         text_prefix=TEXT_PREFIX,
         **common,
         **parts.parse_gqa(fields, common, rotary=0.5, output_bias=False),
         qk_norm="head" if fields.flag("use_qk_norm", False) else "",
-        **parts.parse_mlp_types(fields, common["num_layers"], 1),
-        **experts,
-        **parts.parse_sigmoid_router(fields, experts),
-        **parts.parse_mtp(fields),
+        **parts.parse_sigmoid_moe(fields, common, num_dense=1),
     )
 
 

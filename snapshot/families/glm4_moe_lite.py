@@ -9,16 +9,12 @@ from snapshot.family import Family
 
 def parse_config(fields: ConfigFields) -> ModelConfig:
     common = parts.parse_common(fields, positions=202752)
-    experts = parts.parse_experts(fields, count=64, active=4)
     return ModelConfig(
         text_prefix=TEXT_PREFIX,
         rope_interleaved=fields.flag("rope_interleave", True),
         **common,
         **parts.parse_mla(fields, common, needs_q_lora=False),
-        **parts.parse_mlp_types(fields, common["num_layers"], 1),
-        **experts,
-        **parts.parse_sigmoid_router(fields, experts, scaling=1.8),
-        **parts.parse_mtp(fields),
+        **parts.parse_sigmoid_moe(fields, common, num_dense=1, count=64, active=4, scaling=1.8),
     )
 
 

@@ -13,7 +13,6 @@ def parse_config(fields: ConfigFields) -> ModelConfig:
     fields.require("indexer_rope_interleave", True)
     common = parts.parse_common(fields, positions=202752)
     attention = parts.parse_mla(fields, common)
-    experts = parts.parse_experts(fields)
     return ModelConfig(
         text_prefix=TEXT_PREFIX,
         rope_interleaved=True,
@@ -21,10 +20,7 @@ def parse_config(fields: ConfigFields) -> ModelConfig:
         **common,
         **attention,
         **parts.parse_indexer(fields, attention, heads=32),
-        **parts.parse_mlp_types(fields, common["num_layers"], 3),
-        **experts,
-        **parts.parse_sigmoid_router(fields, experts, scaling=2.5),
-        **parts.parse_mtp(fields),
+        **parts.parse_sigmoid_moe(fields, common, num_dense=3, scaling=2.5),
     )
 
 

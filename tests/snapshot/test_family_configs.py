@@ -37,7 +37,11 @@ REFUSED = [
     ("deepseek_v3_yarn", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1}}, "rope_theta is 1"),
     ("gpt_oss", {"layer_types": ["full_attention"]}, "layer_types must be a list of 4 entries"),
     ("gpt_oss", {"intermediate_size": 48}, "intermediate_size is 48, expected a multiple of 32"),
-    ("gpt_oss", {"quantization_config": {"quant_method": "awq"}}, "is 'awq', this engine reads fp8 and mxfp4"),
+    (
+        "gpt_oss",
+        {"quantization_config": {"quant_method": "awq"}},
+        "is 'awq', this engine computes only 'fp8' or 'mxfp4'",
+    ),
     ("qwen3_moe", {"num_experts_per_tok": 9}, "num_experts_per_tok is 9"),
 ]
 
