@@ -123,7 +123,7 @@ def print_cache_overhead(model, decode):
 def run(folder, prompt):
     settings = Settings.read([], snap=folder)
     loaded = load_model(settings)
-    model, native = loaded.model, dispatch.candidates[0]
+    model, native = loaded.model, dispatch.active
     print(f"{Path(folder).name} | {loaded.kernels} | {loaded.plan.num_expert_slots} slots\n")
     memory = Arena(READ_BYTES).allocate(READ_BYTES).fill_(1)
 
@@ -143,11 +143,11 @@ def run(folder, prompt):
     print_cache_overhead(model, decode)
     model.experts.reset_counters()
     model.profile.reset()
-    dispatch.candidates[0] = clocked = Clocked(native)
+    dispatch.active = clocked = Clocked(native)
     before = read()
     times = repeat(decode)
     plain = (before + read()) / 2
-    dispatch.candidates[0] = native
+    dispatch.active = native
     median, total = statistics.median(times), sum(times)
     hit = model.experts.counters.hit_rate
     print(f"decode: {1 / median:.1f} tok/s, {median * 1e3:.2f} ms a token, expert hit {hit:.0%}")

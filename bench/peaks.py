@@ -106,8 +106,8 @@ def best_seconds(work):
 def measure_bandwidth(threads):
     """-> (bytes/s of a plain read of memory, in words how)."""
     memory = Arena(READ_BYTES).allocate(READ_BYTES).fill_(1)
-    if dispatch.candidates:
-        work, how = lambda: dispatch.candidates[0].read_memory(memory), "plain read by the C kernels"
+    if dispatch.is_native():
+        work, how = lambda: dispatch.active.read_memory(memory), "plain read by the C kernels"
     else:
         numbers = memory.view(torch.float32)
         work, how = numbers.sum, "sum by torch"

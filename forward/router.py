@@ -22,6 +22,7 @@ def route(config: ModelConfig, weights: MoeWeights, x: Tensor) -> tuple[Tensor, 
     if config.router == "softmax":
         return dispatch.route_softmax(logits, config.num_active_experts, *weighting)
     groups = config.num_groups, config.num_active_groups
+    assert weights.router_bias is not None  # every sigmoid router has one
     return dispatch.route(logits, weights.router_bias, config.num_active_experts, *groups, *weighting)
 
 

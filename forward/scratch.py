@@ -3,7 +3,8 @@
 from forward.attention import indexer
 from forward.lm_head import LOGIT_ROWS
 from forward.moe import OUTPUT_BYTES
-from kernels.reference import BLOCK_BYTES, DEQUANTIZE_BYTES
+from kernels.reference import DEQUANTIZE_BYTES
+from kernels.reference_attention import BLOCK_BYTES
 from snapshot.config import ModelConfig
 
 

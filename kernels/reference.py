@@ -1,28 +1,49 @@
-"""Every operation of the forward pass in plain torch: the definition that faster kernels are held to.
+"""Every operation of the forward pass in plain torch: the definition that the C kernels are tested against.
 
-Pure functions of arrays. Activations are float32. Ties go to the lowest index, everywhere.
+Pure functions of tensors. Activations are float32. Ties go to the lowest index, everywhere.
 
-T rows, S key positions, D columns, H heads, G groups of heads, K chosen positions or experts, L latent width, R rotary
-width.
+T token rows, S key positions, D columns, H heads, G key-value heads, K selected positions, E experts, A active experts
+(the top k), N assignments of token rows to experts, L latent width, R rotary width.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from kernels.formats import GROUP
+from kernels.reference_attention import (
+    absorbed_attention,
+    grouped_attention,
+    index_scores,
+    top_k_indices,
+    top_k_mask,
+    top_k_positions,
+)
+from kernels.weight import Weight
 
-# A matrix is widened to float32 a block of rows at a time: the output head of a large model costs no second copy. Small
-# blocks are also faster, for they stay in the cache and malloc does not map each of them anew.
+__all__ = [  # of reference_attention.py; the others are below
+    "absorbed_attention",
+    "grouped_attention",
+    "index_scores",
+    "top_k_indices",
+    "top_k_mask",
+    "top_k_positions",
+]
+
+ExpertMatrices = Sequence[tuple[Weight, ...]]  # gate, up, down of each expert
+
+# A matrix is dequantized to float32 a block of rows at a time: the lm_head of a large model needs no second copy. Small
+# blocks are also faster: they stay in the cache, and malloc does not map each of them anew.
 DEQUANTIZE_BYTES = 4 << 20
 SMALLEST = torch.finfo(torch.float32).smallest_normal
-# Scores, or gathered latents, of one block of rows of attention stay below this.
-BLOCK_BYTES = 64 << 20
 
 
-def linear(x, weight, bias=None):
-    """x [T, in] times a Weight [out, in] -> float32 [T, out]. An integer weight has x rounded first, unless exact."""
+def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+    """x [T, in] times a Weight [out, in] -> float32 [T, out]. An integer weight quantizes x first, unless exact."""
     if weight.format.is_integer and not weight.exact:
         x = quantize_activations(x)
     step = max(1, DEQUANTIZE_BYTES // (4 * weight.columns))
@@ -36,68 +57,93 @@ def linear(x, weight, bias=None):
 
 @dataclass(frozen=True, slots=True)
 class ClampedSwiGlu:
-    """How the halves of some experts meet that have biases: clamped_mlp. Rows of the biases are experts."""
+    """The clamped SwiGLU of some experts, with biases: clamped_mlp. Rows of the biases are experts."""
 
-    gate_bias: torch.Tensor  # [experts, width]
-    up_bias: torch.Tensor
-    down_bias: torch.Tensor  # [experts, D]
+    gate_bias: Tensor  # [experts, width]
+    up_bias: Tensor  # [experts, width]
+    down_bias: Tensor  # [experts, D]
     limit: float
     alpha: float
 
-    def mlp(self, expert, x, gate, up, down):
+    def mlp(self, expert: int, x: Tensor, gate: Weight, up: Weight, down: Weight) -> Tensor:
         """clamped_mlp of one expert."""
         biases = self.gate_bias[expert], self.up_bias[expert], self.down_bias[expert]
         return clamped_mlp(x, gate, up, down, *biases, self.limit, self.alpha)
 
 
-def add_experts(out, x, experts, starts, rows, shares, gates=None):
-    """Add the gated MLPs of some experts to out [T, D], in their order -> out.
+def add_experts(
+    out: Tensor,
+    x: Tensor,
+    experts: ExpertMatrices,
+    starts: Tensor,
+    rows: Tensor,
+    topk_weights: Tensor,
+    swiglu: ClampedSwiGlu | None = None,
+) -> Tensor:
+    """Add the weighted gated MLPs of some experts to out [T, D], in their order -> out.
 
-    experts: (gate, up, down) Weights of each. Expert e works on rows[starts[e] : starts[e + 1]] of x [T, D], and what
-    it gives is added times `shares` of the same places. gates: ClampedGates of the same experts, None for silu.
+    starts [experts + 1], rows and topk_weights [N]: expert e gets the rows rows[starts[e] : starts[e + 1]] of x [T, D],
+    and its output is added times the topk_weights of the same places. swiglu: of the same experts, None for silu.
     """
     for e, (three, start, stop) in enumerate(zip(experts, starts[:-1].tolist(), starts[1:].tolist(), strict=True)):
         at = rows[start:stop]
-        result = gates.mlp(e, x[at], *three) if gates else gated_mlp(x[at], *three)
-        out.index_add_(0, at, result * shares[start:stop, None])
+        result = swiglu.mlp(e, x[at], *three) if swiglu else gated_mlp(x[at], *three)
+        out.index_add_(0, at, result * topk_weights[start:stop, None])
     return out
 
 
-def expert_outputs(outputs, x, experts, starts, rows, places, gates=None):
-    """The gated MLPs of some experts, each row of outputs [assignments, D] written once, in any order -> outputs.
+def expert_outputs(
+    outputs: Tensor,
+    x: Tensor,
+    experts: ExpertMatrices,
+    starts: Tensor,
+    rows: Tensor,
+    out_rows: Tensor,
+    swiglu: ClampedSwiGlu | None = None,
+) -> Tensor:
+    """The gated MLPs of some experts, each row of outputs [N, D] written once, in any order -> outputs.
 
-    Expert e works on rows[starts[e] : starts[e + 1]] of x [T, D]; what it gives goes to `places` of the same places.
-    gates as of add_experts.
+    As add_experts, but the unweighted output goes to the rows out_rows [N] of the same places.
     """
     for e, (three, start, stop) in enumerate(zip(experts, starts[:-1].tolist(), starts[1:].tolist(), strict=True)):
         at = rows[start:stop]
-        outputs[places[start:stop]] = gates.mlp(e, x[at], *three) if gates else gated_mlp(x[at], *three)
+        outputs[out_rows[start:stop]] = swiglu.mlp(e, x[at], *three) if swiglu else gated_mlp(x[at], *three)
     return outputs
 
 
-def add_weighted(out, outputs, rows, shares):
-    """out[rows[i]] += shares[i] * outputs[i], i ascending; out [T, D], outputs [assignments, D] -> out.
+def add_weighted(out: Tensor, outputs: Tensor, rows: Tensor, topk_weights: Tensor) -> Tensor:
+    """out[rows[i]] += topk_weights[i] * outputs[i], i ascending; out [T, D], outputs [N, D] -> out.
 
-    After expert_outputs, with assignments in the order of their experts, it gives what add_experts gives.
+    After expert_outputs, with assignments in the order of their experts, the result is that of add_experts.
     """
-    return out.index_add_(0, rows, outputs * shares[:, None])
+    return out.index_add_(0, rows, outputs * topk_weights[:, None])
 
 
-def gated_mlp(x, gate, up, down):
+def gated_mlp(x: Tensor, gate: Weight, up: Weight, down: Weight) -> Tensor:
     """x [T, D] -> down(silu(gate x) * up x) [T, D], of three Weights."""
     return linear(silu_product(linear(x, gate), linear(x, up)), down)
 
 
-def clamped_mlp(x, gate, up, down, gate_bias, up_bias, down_bias, limit, alpha):
+def clamped_mlp(
+    x: Tensor,
+    gate: Weight,
+    up: Weight,
+    down: Weight,
+    gate_bias: Tensor,
+    up_bias: Tensor,
+    down_bias: Tensor,
+    limit: float,
+    alpha: float,
+) -> Tensor:
     """x [T, D] -> down((u + 1) * g * sigmoid(alpha * g)) [T, D] of three Weights with biases: g = gate x, at most
-    `limit`, and u = up x, between -limit and limit. gpt_oss has this in place of silu."""
+    `limit`, and u = up x, between -limit and limit: the clamped SwiGLU of gpt_oss."""
     g = linear(x, gate, gate_bias).clamp_(max=limit)
     u = linear(x, up, up_bias).clamp_(-limit, limit)
     return linear((u + 1) * g * (alpha * g).sigmoid(), down, down_bias)
 
 
-def quantize_activations(x):
-    """x [..., D] rounded to 8 bits in groups of 64 columns, as float32: what an integer kernel multiplies with.
+def quantize_activations(x: Tensor) -> Tensor:
+    """Dynamic int8 quantization of x [..., D] in groups of 64 columns, dequantized to float32 [..., D] again.
 
     scale = max|x| / 127 of the group, code = round half to even(x / scale). Products of codes are whole numbers, so a
     kernel may add them in any order. A last group may be shorter.
@@ -110,35 +156,36 @@ def quantize_activations(x):
     return codes.mul_(scales).flatten(-2)[..., :width]
 
 
-def rms_norm(x, weight, eps, added=None):
-    """x * rsqrt(mean(x^2) + eps) * weight over the last dimension. `added`, like x, is added to x first, in place."""
+def rms_norm(x: Tensor, weight: Tensor, eps: float, added: Tensor | None = None) -> Tensor:
+    """RMSNorm: x * rsqrt(mean(x^2) + eps) * weight over the last dimension of x [..., D]. `added`, like x, is added
+    to x first, in place."""
     if added is not None:
         x += added
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
 
 
-def layer_norm(x, weight, bias, eps):
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     """(x - mean) * rsqrt(variance + eps) * weight + bias over the last dimension."""
     return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
 
-def silu_product(gate, up):
-    """silu(gate) * up, the activation between the two halves of a gated MLP."""
+def silu_product(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up: the SwiGLU activation."""
     return F.silu(gate) * up
 
 
-def rope_angles(positions, frequencies, factor=1.0):
-    """cos and sin [T, R / 2] of position * frequency, times a factor; frequencies float32 [R / 2]."""
+def rope_angles(positions: Tensor, frequencies: Tensor, factor: float = 1.0) -> tuple[Tensor, Tensor]:
+    """cos and sin [T, R / 2] of positions [T] * frequencies [R / 2], times a factor."""
     angles = positions.float()[:, None] * frequencies
     cos, sin = angles.cos(), angles.sin()
     return (cos, sin) if factor == 1.0 else (cos * factor, sin * factor)
 
 
-def rope_interleaved(x, cos, sin):
-    """Rotate pairs (x[2j], x[2j+1]); x [T, ..., R], cos and sin [T, R/2].
+def rope_interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """RoPE of pairs (x[2j], x[2j+1]); x [T, ..., R], cos and sin [T, R/2].
 
-    The result lies as [all first halves | all second halves], the order the reference writes: queries and keys share
-    it, so products do not see it.
+    The result is stored as [all first halves | all second halves], as transformers does: queries and keys share that
+    order, so it does not change their products.
     """
     shape = (x.shape[0],) + (1,) * (x.dim() - 2) + (-1,)
     cos, sin = cos.view(shape), sin.view(shape)
@@ -146,67 +193,41 @@ def rope_interleaved(x, cos, sin):
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
 
 
-def rotate(x, first, cos, sin):
-    """Columns first .. first + R of x [T, ..., D] turned in place by cos and sin [T, R/2], as rope_interleaved -> x."""
-    part = x[..., first : first + 2 * cos.shape[1]]
-    part.copy_(rope_interleaved(part, cos, sin))
-    return x
-
-
-def rope_halves(x, cos, sin):
-    """Rotate pairs (x[j], x[j + R/2]); x [T, ..., R], cos and sin [T, R/2]."""
+def rope_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """RoPE of pairs (x[j], x[j + R/2]); x [T, ..., R], cos and sin [T, R/2]."""
     shape = (x.shape[0],) + (1,) * (x.dim() - 2) + (-1,)
     cos, sin = cos.view(shape), sin.view(shape)
     a, b = x.chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
 
 
-def rotate_halves(x, first, cos, sin):
-    """Columns first .. first + R of x [T, ..., D] turned in place by cos and sin [T, R/2], as rope_halves -> x."""
+def apply_rope(x: Tensor, first: int, cos: Tensor, sin: Tensor, interleaved: bool = True) -> Tensor:
+    """RoPE of columns first .. first + R of x [T, ..., D] in place, by rope_interleaved or rope_halves -> x."""
     part = x[..., first : first + 2 * cos.shape[1]]
-    part.copy_(rope_halves(part, cos, sin))
+    part.copy_((rope_interleaved if interleaved else rope_halves)(part, cos, sin))
     return x
 
 
-def top_k_mask(scores, k):
-    """scores [T, N] -> boolean [T, N] with exactly k true in each row: the k largest, ties to the lowest index.
-
-    What is not a number counts as the largest, so that it is chosen and seen."""
-    if k >= scores.shape[-1]:
-        return torch.ones_like(scores, dtype=torch.bool)
-    scores = scores.masked_fill(scores.isnan(), torch.inf)
-    threshold = scores.topk(k, dim=-1).values[:, -1:]
-    above, tied = scores > threshold, scores == threshold
-    room = k - above.sum(-1, keepdim=True)
-    return above | (tied & (tied.cumsum(-1) <= room))
-
-
-def top_k_indices(scores, k):
-    """scores [T, N] -> [T, min(k, N)] indices of the largest, ascending by index."""
-    return top_k_mask(scores, k).nonzero()[:, 1].view(scores.shape[0], -1)
-
-
-def top_positions(scores, first, topk):
-    """scores [T, S], S > topk; row t sees the positions up to first + t -> [T, topk]: the best it sees, ascending, -1
-    where there are fewer. A row that sees a NaN chooses nothing, and attention over nothing gives NaN."""
-    own = torch.arange(first, first + len(scores))[:, None]
-    later = torch.arange(scores.shape[1]) > own
-    chosen = top_k_indices(scores.masked_fill(later, -torch.inf), topk)
-    bad = scores.masked_fill(later, 0.0).isnan().any(-1, keepdim=True)
-    return chosen.masked_fill_((chosen > own) | bad, -1)
-
-
-def route(logits, bias, *rest):
-    """The router's logits [T, E] -> (expert ids [T, A] ascending, weights [T, A]): route_sigmoid of their sigmoid."""
+def route(logits: Tensor, bias: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    """route_sigmoid of the sigmoid of the router's logits [T, E]."""
     return route_sigmoid(logits.sigmoid(), bias, *rest)
 
 
-def route_sigmoid(scores, bias, num_active, num_groups, num_active_groups, normalize, scaling, mass=0.0):
-    """The noaux_tc router on sigmoid scores [T, E] -> (expert ids [T, A] ascending, weights [T, A]).
+def route_sigmoid(
+    scores: Tensor,
+    bias: Tensor,
+    num_active: int,
+    num_groups: int,
+    num_active_groups: int,
+    normalize: bool,
+    scaling: float,
+    mass: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """The noaux_tc top-k router on sigmoid scores [T, E], bias [E] -> (expert ids [T, A] ascending, weights [T, A]).
 
-    The bias takes part in the choice, not in the weights. With groups, a group scores the sum of its two best
-    experts and only the best groups compete. 0 < mass < 1 is lossy: of the chosen experts the fewest whose scores
-    reach that share of their sum keep a weight, the others get 0.
+    The bias counts in the choice, not in the weights. With groups, a group scores the sum of its two best experts and
+    only experts of the top groups compete. 0 < mass < 1 is lossy: of the top-k experts the fewest whose scores reach
+    that share of their sum keep a weight, the others get 0.
     """
     choice = scores + bias
     if num_groups > 1:
@@ -218,124 +239,52 @@ def route_sigmoid(scores, bias, num_active, num_groups, num_active_groups, norma
     return experts, expert_weights(scores.gather(1, experts), normalize, scaling, mass)
 
 
-def route_softmax(logits, num_active, normalize, scaling, mass=0.0):
-    """The softmax router: of the probabilities of all experts the largest -> (expert ids [T, A] ascending, weights
-    [T, A]). Normalized, they are the softmax of the chosen logits alone. mass as of route_sigmoid."""
+def route_softmax(
+    logits: Tensor, num_active: int, normalize: bool, scaling: float, mass: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """The softmax top-k router: logits [T, E] -> (expert ids [T, A] ascending, weights [T, A]). Normalized weights are
+    the softmax of the top-k logits alone. mass as of route_sigmoid."""
     scores = logits.softmax(-1)
     experts = top_k_indices(logits, num_active)
     return experts, expert_weights(scores.gather(1, experts), normalize, scaling, mass)
 
 
-def expert_weights(scores, normalize, scaling, mass):
-    """Scores of the chosen experts [T, A] -> their weights; mass as of route_sigmoid."""
+def expert_weights(scores: Tensor, normalize: bool, scaling: float, mass: float) -> Tensor:
+    """Scores of the top-k experts [T, A] -> their weights [T, A]; mass as of route_sigmoid."""
     weights = scores
     if 0 < mass < 1:
         ordered, order = weights.sort(dim=-1, descending=True, stable=True)
         enough = ordered.cumsum(-1) - ordered >= mass * ordered.sum(-1, keepdim=True)
-        enough[:, 0] = False  # the best stays, however little is asked for
+        enough[:, 0] = False  # the best expert stays, however small the mass
         weights = weights.scatter(1, order, ordered.masked_fill(enough, 0.0))
     if normalize:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
     return weights * scaling
 
 
-def group_by_expert(chosen, shares, num_experts):
-    """chosen and shares [T, A], ids below num_experts -> (experts, starts, rows, shares): the assignments by expert.
+def group_by_expert(
+    topk_ids: Tensor, topk_weights: Tensor, num_experts: int
+) -> tuple[list[int], Tensor, Tensor, Tensor]:
+    """topk_ids and topk_weights [T, A] -> (experts, starts [U + 1], rows [N], weights [N]): the assignments by expert.
 
-    experts: the distinct ids as a list, ascending. Expert e has the rows rows[starts[e] : starts[e + 1]], ascending,
-    and the shares of the same places. One without weight adds nothing, and is left out.
+    experts: the U distinct ids, ascending. Expert e has the token rows rows[starts[e] : starts[e + 1]], ascending, and
+    the weights of the same places. Assignments of weight 0 are left out.
     """
-    rows, column = shares.nonzero(as_tuple=True)
-    chosen, shares = chosen[rows, column], shares[rows, column]
-    order = chosen.argsort(stable=True)
-    experts, counts = chosen.unique(return_counts=True)
+    rows, column = topk_weights.nonzero(as_tuple=True)  # [N]
+    ids, weights = topk_ids[rows, column], topk_weights[rows, column]  # [N]
+    order = ids.argsort(stable=True)
+    experts, counts = ids.unique(return_counts=True)
     starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-    return experts.tolist(), starts, rows[order], shares[order]
+    return experts.tolist(), starts, rows[order], weights[order]
 
 
-def logprobs(logits, targets):
+def logprobs(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """logits [T, vocab], targets [T] -> (log-softmax(logits)[target], float64 [T]; ids of the largest logits [T])."""
     # Row by row: a float64 copy of all of them would be the largest tensor of the pass.
     normalizers = torch.stack([row.double().logsumexp(-1) for row in logits])
     return logits.gather(1, targets[:, None])[:, 0].double() - normalizers, logits.argmax(-1)
 
 
-def all_finite(x):
-    """Whether no value is NaN or infinite."""
+def all_finite(x: Tensor) -> bool:
+    """True if no value is NaN or infinite."""
     return bool(x.isfinite().all())
-
-
-def index_scores(queries, head_weights, keys):
-    """The DSA indexer's scores: sum over heads of weight * relu(query . key).
-
-    queries [T, H, D], head_weights [T, H] (already scaled), keys [S, D], float32 or bfloat16 -> [T, S].
-    """
-    T, H, D = queries.shape
-    scores = (queries.reshape(T * H, D) @ keys.float().T).relu_().view(T, H, -1) * D**-0.5
-    return torch.einsum("th,ths->ts", head_weights, scores)
-
-
-def absorbed_attention(queries, kv_b, latents, rope_keys, position, selection, value_dim, scale):
-    """Multi-head latent attention of T new rows of one sequence, straight over the cached latents.
-
-    queries [T, H, N + R], the rotary part rotated; kv_b Weight [H * (N + V), L], for each head N key rows and V value
-    rows; latents [S, L] and rope_keys [S, R] of all positions, the new ones included: float32, or bfloat16 that is
-    widened. Row t is position `position` + t and sees the positions up to its own, or those of selection [T, K]
-    (ascending, -1 where there are fewer). -> [T, H, V], float32.
-    q . (Wk l) = (q Wk) . l, and sum p Wv l = Wv sum p l: one key for all heads.
-    """
-    T, H = queries.shape[:2]
-    R, L = rope_keys.shape[1], latents.shape[1]
-    N = queries.shape[2] - R
-    weights = kv_b.dequantize().view(H, N + value_dim, L)
-    q_latent = torch.einsum("thn,hnl->thl", queries[..., :N], weights[:, :N])
-    num_keys = len(latents) if selection is None else selection.shape[1]
-    row_floats = H * num_keys if selection is None else num_keys * (L + R + H)
-    step, mixed = max(1, BLOCK_BYTES // (4 * row_floats)), torch.empty_like(q_latent)
-    if selection is None:
-        latents, rope_keys = latents.float(), rope_keys.float()
-    for start in range(0, T, step):
-        rows = slice(start, start + step)
-        if selection is None:
-            keys = latents, rope_keys
-            allowed = torch.arange(num_keys) <= torch.arange(position + start, position + min(start + step, T))[:, None]
-        else:
-            chosen = selection[rows].clamp_min(0)
-            keys, allowed = (latents[chosen].float(), rope_keys[chosen].float()), selection[rows] >= 0
-        mixed[rows] = latent_attention(q_latent[rows], queries[rows, :, N:], *keys, allowed, scale)
-    return torch.einsum("thl,hvl->thv", mixed, weights[:, N:])
-
-
-def latent_attention(q_latent, q_rope, latents, rope_keys, allowed, scale):
-    """Absorbed MLA: attention straight over the cached latents, one key for all heads.
-
-    q_latent [T, H, L], q_rope [T, H, R]; latents [S, L] and rope_keys [S, R], or one selection for each row
-    [T, K, L] and [T, K, R]; allowed boolean [T, S or K]. -> [T, H, L], the attention-weighted latents.
-    """
-    scores = q_latent @ latents.transpose(-1, -2) + q_rope @ rope_keys.transpose(-1, -2)
-    scores = (scores * scale).masked_fill_(~allowed[:, None, :], -torch.inf)
-    return scores.softmax(-1) @ latents
-
-
-def grouped_attention(queries, keys, values, position, window=0, sinks=None, scale=1.0):
-    """Grouped-query attention of T new rows of one sequence: G groups of H / G heads, each with one key and value.
-
-    queries [T, H, D]; keys [S, G, D] and values [S, G, V], float32 or bfloat16, of all positions, the new ones
-    included. Row t is position
-    `position` + t and sees the positions up to its own, of these the last `window` where that is above 0. sinks [H]:
-    one more score of each head, in the softmax alone. -> [T, H, V].
-
-    Row by row, over what the row sees and nothing else: so a row gets the same bits in any company.
-    """
-    T, H, D = queries.shape
-    G, V = values.shape[1:]
-    keys, values, out = keys.permute(1, 2, 0), values.transpose(0, 1), torch.empty(T, H, V)
-    queries = queries.reshape(T, G, H // G, D) * scale
-    for t in range(T):
-        seen = slice(max(0, position + t + 1 - window) if window else 0, position + t + 1)
-        scores = queries[t] @ keys[:, :, seen].float()  # [G, H / G, what is seen]
-        if sinks is not None:
-            scores = torch.cat([scores, sinks.view(G, -1, 1)], dim=-1)
-        shares = scores.softmax(-1)[..., : seen.stop - seen.start]
-        out[t] = (shares @ values[:, seen].float()).view(H, V)
-    return out

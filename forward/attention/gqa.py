@@ -10,7 +10,7 @@ from torch import Tensor
 
 from forward.chunk import Chunk
 from forward.kv_cache import GqaKvCache
-from kernels.dispatch import grouped_attention, linear, rms_norm, rotate
+from kernels.dispatch import apply_rope, grouped_attention, linear, rms_norm
 from snapshot.config import ModelConfig
 from snapshot.weights import GqaWeights
 
@@ -25,8 +25,8 @@ def gqa(config: ModelConfig, layer: int, weights: GqaWeights, x: Tensor, chunk: 
         queries = head_norm(queries, weights.q_norm, config.rms_norm_eps)
         keys = head_norm(keys, weights.k_norm, config.rms_norm_eps)
     rope = chunk.cos, chunk.sin, config.rope_interleaved
-    queries = rotate(queries.view(-1, H, K), 0, *rope)  # [T, H, K]
-    keys = rotate(keys.view(-1, G, K), 0, *rope).flatten(1)  # [T, G * K]
+    queries = apply_rope(queries.view(-1, H, K), 0, *rope)  # [T, H, K]
+    keys = apply_rope(keys.view(-1, G, K), 0, *rope).flatten(1)  # [T, G * K]
 
     outputs = []
     window = config.sliding_window(layer)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from forward.chunk import Chunk
 from forward.kv_cache import MlaKvCache
-from kernels.dispatch import index_scores, layer_norm, linear, rotate, top_positions
+from kernels.dispatch import apply_rope, index_scores, layer_norm, linear, top_k_positions
 from snapshot.config import ModelConfig
 from snapshot.weights import IndexerWeights
 
@@ -26,11 +26,11 @@ def select_positions(
     H, D = config.index_num_heads, config.index_head_dim
     rope = chunk.cos, chunk.sin, config.index_rope_interleaved
     keys = layer_norm(linear(x, weights.k), weights.k_norm, weights.k_norm_bias, config.index_norm_eps)  # [T, D]
-    keys = rotate(keys, 0, *rope)
+    keys = apply_rope(keys, 0, *rope)
     cached = [segment.kv.append_index(layer, keys[segment.rows]) for segment in chunk.segments]  # each [S, D]
     if all(len(keys) <= config.index_topk for keys in cached):
         return [None] * len(cached)
-    queries = rotate(linear(query_latent, weights.q_b).view(-1, H, D), 0, *rope)  # [T, H, D]
+    queries = apply_rope(linear(query_latent, weights.q_b).view(-1, H, D), 0, *rope)  # [T, H, D]
     head_weights = linear(x, weights.head_weights) * H**-0.5  # [T, H]
     return [
         None
@@ -48,5 +48,5 @@ def select_rows(queries: Tensor, head_weights: Tensor, keys: Tensor, first_posit
     for start in range(0, len(queries), step):
         block = slice(start, start + step)
         scores = index_scores(queries[block], head_weights[block], keys)  # [block, S]
-        selected.append(top_positions(scores, first_position + start, topk))
+        selected.append(top_k_positions(scores, first_position + start, topk))
     return selected[0] if len(selected) == 1 else torch.cat(selected)

@@ -11,7 +11,7 @@ from torch import Tensor
 from forward.attention.indexer import select_positions
 from forward.chunk import Chunk
 from forward.kv_cache import MlaKvCache
-from kernels.dispatch import absorbed_attention, linear, rms_norm, rotate
+from kernels.dispatch import absorbed_attention, apply_rope, linear, rms_norm
 from snapshot.config import ModelConfig
 from snapshot.weights import IndexerWeights, MlaWeights
 
@@ -33,10 +33,11 @@ def mla(
     rope = chunk.cos, chunk.sin, config.rope_interleaved
     query_latent = x  # [T, q_lora_rank]; some models have no query latent
     if weights.q_a is not None:
+        assert weights.q_a_norm is not None
         query_latent = rms_norm(linear(x, weights.q_a, weights.q_a_bias), weights.q_a_norm, config.latent_norm_eps)
     queries = linear(query_latent, weights.q_b).view(-1, config.num_heads, N + R)
-    queries = rotate(queries, N, *rope)  # [T, H, N + R]
-    compressed = rotate(linear(x, weights.kv_a, weights.kv_a_bias), L, *rope)  # [T, L + R]
+    queries = apply_rope(queries, N, *rope)  # [T, H, N + R]
+    compressed = apply_rope(linear(x, weights.kv_a, weights.kv_a_bias), L, *rope)  # [T, L + R]
     latents = rms_norm(compressed[:, :L], weights.kv_a_norm, config.latent_norm_eps)  # [T, L]
     rope_keys = compressed[:, L:]  # [T, R], one for all heads
     if indexer is not None:

@@ -1,18 +1,18 @@
-/* The same with AMX: one instruction gives the sums of a segment for 16 rows of weights and 16 of activations. */
+/* gemm_int.c's tiles with AMX: one instruction gives the sums of a segment for 16 weight rows and 16 token rows. */
 
-#define TILE_COUNT BLOCK_ROWS
+#define TILE_TOKENS BLOCK_ROWS
 #define AHEAD 8
 
-typedef struct { /* what the processor wants to know of its tiles */
+typedef struct { /* tile configuration, in the processor's layout */
     uint8_t palette, start, reserved[14];
     uint16_t bytes[16];
     uint8_t rows[16];
 } tile_shapes_t;
 
-typedef int32_t sums_t[16][TILE_COUNT] __attribute__((aligned(64)));
+typedef int32_t sums_t[16][TILE_TOKENS] __attribute__((aligned(64)));
 
-/* A row as signed bytes, whole segments: from -> to; what is read next is fetched. */
-INLINE void signed_codes(int kind, const uint8_t *from, int64_t segments, uint8_t *to) {
+/* Whole segments of a weight row as signed bytes, with prefetch. */
+INLINE void unpack_signed(int kind, const uint8_t *from, int64_t segments, uint8_t *to) {
     const vb offset = _mm512_set1_epi8((char)offset_of(kind));
     int64_t s = 0;
     if (kind == INT4) /* two at a time: the lower halves of both codes, then the upper ones */
@@ -26,15 +26,15 @@ INLINE void signed_codes(int kind, const uint8_t *from, int64_t segments, uint8_
     for (; s < segments; s++) {
         const uint8_t *p = from + s * segment_bytes(kind);
         __builtin_prefetch(p + PAGE_AHEAD);
-        vb_store(to + s * SEGMENT, _mm512_sub_epi8(segment_codes(kind, p), offset));
+        vb_store(to + s * SEGMENT, _mm512_sub_epi8(unpack_segment(kind, p), offset));
     }
 }
 
-/* 32 rows from `row` as signed bytes, so far apart that they do not fall on the same places of a cache; scales as of
- * tile_scales. */
-INLINE void make_tile(int kind, const weight_t *w, int64_t row, int64_t blocks, uint8_t *tile, float *scales) {
+/* 32 weight rows from `row` as signed bytes, spaced so that they do not fall into the same cache sets; scales as of
+ * unpack_tile_scales. */
+INLINE void unpack_tile(int kind, const weight_t *w, int64_t row, int64_t blocks, uint8_t *tile, float *scales) {
     int64_t segments = (w->columns + SEGMENT - 1) / SEGMENT, stride = tile_stride(w->columns);
-    int64_t whole = own_bytes(kind, w->columns) / segment_bytes(kind);
+    int64_t whole = packed_row_bytes(kind, w->columns) / segment_bytes(kind);
     const vb offset = _mm512_set1_epi8((char)offset_of(kind));
     for (int64_t i = 0; i < TILE_ROWS; i++) {
         uint8_t *to = tile + i * stride;
@@ -42,11 +42,11 @@ INLINE void make_tile(int kind, const weight_t *w, int64_t row, int64_t blocks, 
             memset(to, 0, (size_t)(segments * SEGMENT));
             continue;
         }
-        signed_codes(kind, w->data + (row + i) * w->row_bytes, whole, to);
+        unpack_signed(kind, w->data + (row + i) * w->row_bytes, whole, to);
         if (whole < segments)
-            vb_store(to + whole * SEGMENT, _mm512_sub_epi8(codes_of_row(kind, w, row + i, whole), offset));
+            vb_store(to + whole * SEGMENT, _mm512_sub_epi8(unpack_row_segment(kind, w, row + i, whole), offset));
     }
-    tile_scales(w, row, blocks, scales);
+    unpack_tile_scales(w, row, blocks, scales);
 }
 
 INLINE void segment_sums(const uint8_t *weights, int64_t stride, const int8_t *x, sums_t sums) {
@@ -57,19 +57,19 @@ INLINE void segment_sums(const uint8_t *weights, int64_t stride, const int8_t *x
     _tile_stored(0, sums, 64);
 }
 
-/* A block of activations (see acts_t) with a tile -> out [16][32]. The sums of one chain stay in registers, so segments are
- * taken chain after chain; within a chain they ascend, as everywhere. What the processor writes from its tiles can be read
- * only once it is in the cache, so that work is some segments ahead. */
-INLINE void tile_times(int kind, int n, const uint8_t *tile, const float *scales, int64_t columns, const acts_t *a,
+/* A block of 16 token rows (see quantized_t) times a tile -> out [16][32]. The sums of one chain stay in registers, so
+ * segments go chain after chain, ascending within a chain as everywhere. AMX results pass through the cache before they can
+ * be read, so AMX works some segments ahead. */
+INLINE void multiply_tile(int kind, int n, const uint8_t *tile, const float *scales, int64_t columns, const quantized_t *a,
                        const int64_t *rows, int64_t first, float out[][TILE_ROWS]) {
     (void)kind, (void)n, (void)rows;
-    int64_t segments = (columns + SEGMENT - 1) / SEGMENT, block = first / TILE_COUNT, stride = tile_stride(columns);
-    const int8_t *x = a->blocks + block * TILE_COUNT * a->padded;
-    const float *x_scales = a->block_scales + block * TILE_COUNT * (a->padded / SEGMENT);
+    int64_t segments = (columns + SEGMENT - 1) / SEGMENT, block = first / TILE_TOKENS, stride = tile_stride(columns);
+    const int8_t *x = a->amx_codes + block * TILE_TOKENS * a->padded;
+    const float *x_scales = a->amx_scales + block * TILE_TOKENS * (a->padded / SEGMENT);
     const tile_shapes_t shapes = {.palette = 1, .bytes = {64, 64, 64}, .rows = {16, 16, 16}};
     _tile_loadconfig(&shapes);
     for (int half = 0; half < 2; half++) {
-        float chains[16][16][TILE_COUNT] __attribute__((aligned(64)));
+        float chains[16][16][TILE_TOKENS] __attribute__((aligned(64)));
         sums_t ring[AHEAD];
         const uint8_t *rows_of_half = tile + 16 * half * stride;
         int64_t next = 0, made = 0, used = 0; /* the segment whose sums are made next; how many were made and used */
@@ -82,7 +82,7 @@ INLINE void tile_times(int kind, int n, const uint8_t *tile, const float *scales
                     segment_sums(rows_of_half + next * SEGMENT, stride, x + next * 1024, ring[made % AHEAD]);
                     next = next + 16 < segments ? next + 16 : next % 16 + 1;
                 }
-                vf by = vf_load(x_scales + s * TILE_COUNT);
+                vf by = vf_load(x_scales + s * TILE_TOKENS);
                 const float *of_rows = scales + s * TILE_ROWS + 16 * half;
                 UNROLL
                 for (int r = 0; r < 16; r++)
@@ -91,7 +91,7 @@ INLINE void tile_times(int kind, int n, const uint8_t *tile, const float *scales
             UNROLL
             for (int r = 0; r < 16; r++) vf_store(chains[c][r], acc[r]);
         }
-        vi turned[16];
+        vi by_token[16];
         for (int r = 0; r < 16; r++) {
             vf v[16];
             UNROLL
@@ -100,10 +100,10 @@ INLINE void tile_times(int kind, int n, const uint8_t *tile, const float *scales
             for (int m = 8; m; m /= 2)
                 UNROLL
                 for (int i = 0; i < m; i++) v[i] = vf_add(v[i], v[i + m]);
-            memcpy(&turned[r], &v[0], 64);
+            memcpy(&by_token[r], &v[0], 64);
         }
-        vi_transpose(turned);
-        for (int t = 0; t < TILE_COUNT; t++) vi_store((int32_t *)(out[t] + 16 * half), turned[t]);
+        vi_transpose(by_token);
+        for (int t = 0; t < TILE_TOKENS; t++) vi_store((int32_t *)(out[t] + 16 * half), by_token[t]);
     }
     _tile_release();
 }

@@ -1,15 +1,15 @@
-/* What MLA and GQA share: weighted sums of rows, softmax, the cache as a matrix. */
+/* Shared by MLA, GQA and the indexer: weighted sums of rows, softmax, the KV cache as a matrix. */
 #pragma once
 #include "matmul.h"
 
-#define ROWS_AT_ONCE 8    /* rows whose weighted sum is built together */
-#define HEADS_AT_ONCE 8   /* heads of one row of queries in one piece of work */
+#define ROWS_AT_ONCE 8    /* cache rows whose weighted sum is built together */
+#define HEADS_AT_ONCE 8   /* heads of one token row in one work item */
 
-/* acc[0 .. n) += sum over i < rows of share[i] * row[i], i ascending. n is a multiple of 16. */
-INLINE void add_rows_n(int rows, float *acc, const float *share, const float *const *row, int64_t n) {
+/* acc[0 .. n) += sum over i < rows of weights[i] * row[i], i ascending. n is a multiple of 16. */
+INLINE void add_rows_n(int rows, float *acc, const float *weights, const float *const *row, int64_t n) {
     vf s[ROWS_AT_ONCE];
     UNROLL
-    for (int i = 0; i < rows; i++) s[i] = vf_set1(share[i]);
+    for (int i = 0; i < rows; i++) s[i] = vf_set1(weights[i]);
     for (int64_t c = 0; c < n; c += 16) {
         vf a = vf_load(acc + c);
         UNROLL
@@ -17,24 +17,25 @@ INLINE void add_rows_n(int rows, float *acc, const float *share, const float *co
         vf_store(acc + c, a);
     }
 }
-static void add_rows(int rows, float *acc, const float *share, const float *const *row, int64_t n) {
+static void add_rows(int rows, float *acc, const float *weights, const float *const *row, int64_t n) {
     if (rows == ROWS_AT_ONCE) {
-        add_rows_n(ROWS_AT_ONCE, acc, share, row, n);
+        add_rows_n(ROWS_AT_ONCE, acc, weights, row, n);
     } else {
-        for (int i = 0; i < rows; i++) add_rows_n(1, acc, share + i, row + i, n);
+        for (int i = 0; i < rows; i++) add_rows_n(1, acc, weights + i, row + i, n);
     }
 }
 
-/* Rows of a cache as a matrix, for `widen`. */
+/* Rows of a KV cache as a matrix, for `dequantize`. */
 INLINE weight_t cached(const void *rows, int kind, int64_t width) {
     return (weight_t){.data = rows, .columns = width, .row_bytes = (kind == BF16 ? 2 : 4) * width, .kind = kind};
 }
 
-/* p [seen scores, filled to 16] -> e^(p - largest), 0 behind `seen`; returns 1 / their sum. A sink is one more score. */
-static float softmax_share(float *p, int64_t seen, const float *sink) {
-    int64_t padded = up_to(seen, 16);
+/* Softmax without its last division: p [visible scores, padded to 16] -> e^(p - largest), 0 beyond; returns 1 / their sum.
+ * A sink is one more score. */
+static float softmax_scale(float *p, int64_t visible, const float *sink) {
+    int64_t padded = round_up(visible, 16);
     vf most = vf_set1(p[0]), sum = vf_zero(), bad = vf_zero();
-    for (int64_t s = seen; s < padded; s++) p[s] = p[0]; /* for the maximum alone */
+    for (int64_t s = visible; s < padded; s++) p[s] = p[0]; /* for the maximum only */
     for (int64_t s = 0; s < padded; s += 16) {
         vf x = vf_load(p + s);
         most = vf_max(x, most), bad = vf_add(bad, vf_sub(x, x));
@@ -42,11 +43,11 @@ static float softmax_share(float *p, int64_t seen, const float *sink) {
     float top = vf_max_of(most), first[16], rest = 0;
     if (sink) top = *sink > top ? *sink : top;
     for (int64_t s = 0; s < padded; s += 16) vf_store(p + s, vf_exp_negative(vf_sub(vf_load(p + s), vf_set1(top))));
-    for (int64_t s = seen; s < padded; s++) p[s] = 0;
+    for (int64_t s = visible; s < padded; s++) p[s] = 0;
     for (int64_t s = 0; s < padded; s += 16) sum = vf_add(sum, vf_load(p + s));
     if (sink) {
         vf_store(first, vf_exp_negative(vf_set1(*sink - top)));
         rest = first[0];
     }
-    return vf_sum(bad) == 0 ? 1 / (vf_sum(sum) + rest) : NAN; /* what is not finite stays so */
+    return vf_sum(bad) == 0 ? 1 / (vf_sum(sum) + rest) : NAN; /* NaN and infinity spread to the output */
 }

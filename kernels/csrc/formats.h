@@ -1,10 +1,10 @@
-/* Byte layouts of the weight formats: scales, single values, unpacking of codes (docs/formats.md). */
+/* Byte layouts of the weight formats: scales, single values, unpacking of codes, `dequantize` (docs/formats.md). */
 #pragma once
 #include "colibri.h"
 #include "simd.h"
 
-/* Loops over registers must not become loops over memory. Plain C has no registers of 16 lanes, and unrolled it would take
- * a minute to compile; there only the general form of a kernel is made. */
+/* Loops over arrays of registers must be unrolled. Plain C has no registers of 16 lanes, and unrolled it would take a
+ * minute to compile: there only the general form of a kernel is compiled. */
 #if defined(AVX512VNNI) || defined(AVX512) || defined(AVX2) || defined(NEONDOT) || defined(NEON)
 #define UNROLL _Pragma("GCC unroll 16")
 #define SPECIAL 1
@@ -16,22 +16,22 @@
 #define SEGMENT 64
 #define BLOCK_COLUMNS 1024 /* 16 segments */
 #define SCALES_AHEAD 1024
-#define PAGE_AHEAD 6144    /* bytes that are fetched ahead of a row's reader */
+#define PAGE_AHEAD 6144    /* prefetch distance in bytes */
 
 INLINE int is_integer(int kind) { return kind >= INT8; }
 INLINE int offset_of(int kind) { return kind == INT8 ? 128 : kind == INT4 ? 8 : kind == INT3 ? 4 : 2; }
-INLINE int64_t up_to(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
+INLINE int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
 INLINE int64_t block_bytes(int kind) { return kind == INT8 ? 1024 : kind == INT4 ? 512 : kind == INT3 ? 384 : 256; }
 /* Bytes of a row of an integer format; the next row may begin later. */
-INLINE int64_t own_bytes(int kind, int64_t columns) {
+INLINE int64_t packed_row_bytes(int kind, int64_t columns) {
     return kind == INT8   ? columns
-           : kind == INT4 ? up_to(columns, 2) / 2
-           : kind == INT2 ? up_to(columns, 4) / 4 : up_to(columns, 64) / 64 * 24;
+           : kind == INT4 ? round_up(columns, 2) / 2
+           : kind == INT2 ? round_up(columns, 4) / 4 : round_up(columns, 64) / 64 * 24;
 }
 INLINE int segment_bytes(int kind) { return (int)(block_bytes(kind) / 16); }
 
-/* NaN counts as the largest, so that it is chosen and seen. */
-INLINE float ranked(float x) { return x == x ? x : INFINITY; }
+/* NaN counts as the largest, so that it is selected and noticed. */
+INLINE float nan_as_infinity(float x) { return x == x ? x : INFINITY; }
 
 INLINE float scalar_f16(uint16_t h) {
     uint32_t sign = (uint32_t)(h & 0x8000) << 16, rest = h & 0x7fff, bits;
@@ -141,7 +141,7 @@ INLINE int code_at(int kind, const uint8_t *p, int64_t c) {
 }
 
 /* The 64 codes of a segment, signed, in the order of the columns. */
-INLINE void plain_codes(int kind, const uint8_t *p, int8_t *out) {
+INLINE void codes_in_order(int kind, const uint8_t *p, int8_t *out) {
     if (kind == INT8) memcpy(out, p, SEGMENT);
     if (kind == INT4)
         for (int i = 0; i < 32; i++) out[2 * i] = (int8_t)((p[i] & 15) - 8), out[2 * i + 1] = (int8_t)((p[i] >> 4) - 8);
@@ -173,8 +173,8 @@ INLINE void load_segment(int kind, const uint8_t *p, float scale, vf *out) {
         __m256 by = _mm256_set1_ps(scale);
         UNROLL
         for (int i = 0; i < 4; i++) { /* columns 0..15 and 32..47 are in the first, the others in the second */
-            __m256i part = _mm256_sub_epi8(codes[i % 2], _mm256_set1_epi8(8));
-            __m128i lane = i < 2 ? _mm256_castsi256_si128(part) : _mm256_extracti128_si256(part, 1);
+            __m256i deinterleave = _mm256_sub_epi8(codes[i % 2], _mm256_set1_epi8(8));
+            __m128i lane = i < 2 ? _mm256_castsi256_si128(deinterleave) : _mm256_extracti128_si256(deinterleave, 1);
             out[i].a = _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(lane)), by);
             out[i].b = _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(lane, 8))), by);
         }
@@ -182,12 +182,12 @@ INLINE void load_segment(int kind, const uint8_t *p, float scale, vf *out) {
     }
 #endif
     int8_t codes[SEGMENT];
-    plain_codes(kind, p, codes);
+    codes_in_order(kind, p, codes);
     for (int i = 0; i < 4; i++) out[i] = vf_mul(vf_load_i8(codes + 16 * i), vf_set1(scale));
 }
 
 /* 16 bytes -> 64 codes of two bits: columns 0, 4, 8 ..., then 1, 5, 9 ... */
-INLINE vb codes_of_int2(const uint8_t *p) {
+INLINE vb unpack_int2(const uint8_t *p) {
 #if defined(AVX512VNNI) || defined(AVX512)
     const __m512i shifts = _mm512_setr_epi32(0, 0, 0, 0, 2, 2, 2, 2, 4, 4, 4, 4, 6, 6, 6, 6);
     return vb_and(_mm512_srlv_epi32(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)p)), shifts), 3);
@@ -210,8 +210,8 @@ INLINE vb codes_of_int2(const uint8_t *p) {
 
 /* 24 bytes -> 64 codes: two bits of each as above, then the high ones. Those of columns 4i .. 4i + 3 are half a byte: of
  * each byte one bit goes to the code of an even i, one to the next. */
-INLINE vb codes_of_int3(const uint8_t *p) {
-    vb low = codes_of_int2(p);
+INLINE vb unpack_int3(const uint8_t *p) {
+    vb low = unpack_int2(p);
 #if defined(AVX512VNNI) || defined(AVX512)
     const __m512i bits = _mm512_setr_epi32(0x10011001, 0x10011001, 0x10011001, 0x10011001, 0x20022002, 0x20022002,
                                            0x20022002, 0x20022002, 0x40044004, 0x40044004, 0x40044004, 0x40044004,
@@ -263,4 +263,4 @@ static __attribute__((noinline)) vf block_scales(const weight_t *w, int64_t row,
 }
 
 /* Columns from .. from + count of a row as float32, zero beyond the end of the row. */
-void widen(const weight_t *w, int64_t row, int64_t from, int64_t count, float *out);
+void dequantize(const weight_t *w, int64_t row, int64_t from, int64_t count, float *out);

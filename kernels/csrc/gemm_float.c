@@ -1,15 +1,15 @@
-/* Products of float32 activations with float weights, and with integer weights that are widened first.
+/* GEMV and GEMM of float32 activations with float weights, and with `exact` integer weights, which are dequantized first.
  *
- * Columns go in steps of 32 to two accumulators of 16 lanes, ascending, whatever the number of rows. */
+ * Columns go in steps of 32 to two accumulators of 16 lanes, ascending, whatever the number of token rows. */
 
 #include "matmul.h"
 
-#define FLOAT_COUNT 3    /* rows of activations whose sums stay in registers, beside four rows of weights */
-#define FLOAT_ROWS 24    /* rows of activations that a block of weights is widened for */
+#define FLOAT_TOKENS 3    /* token rows whose sums stay in registers, beside four weight rows */
+#define FLOAT_ROWS 24    /* token rows that a block of weights is dequantized for */
 
-/* Four rows of float32 weights with N rows of activations, some steps of 32 columns further: acc [4][N][2]. */
+/* acc [4][N][2] += four float32 weight rows times N token rows, over some steps of 32 columns. */
 INLINE void float_tile(int N, const float *w, int64_t stride, const float *const *x, int64_t steps, vf *acc) {
-    vf a[4][FLOAT_COUNT][2];
+    vf a[4][FLOAT_TOKENS][2];
     UNROLL
     for (int i = 0; i < 4; i++)
         UNROLL
@@ -17,7 +17,7 @@ INLINE void float_tile(int N, const float *w, int64_t stride, const float *const
     for (int64_t c = 0; c < 32 * steps; c += 32)
         UNROLL
         for (int j = 0; j < 2; j++) {
-            vf v[FLOAT_COUNT];
+            vf v[FLOAT_TOKENS];
             UNROLL
             for (int t = 0; t < N; t++) v[t] = vf_load(x[t] + c + 16 * j);
             UNROLL
@@ -38,7 +38,7 @@ static void float_tile_n(int N, const float *w, int64_t stride, const float *con
     else float_tile(SPECIAL ? 1 : N, w, stride, x, steps, acc);
 }
 
-/* One row of float weights with n rows of activations, without widening it first. */
+/* Dot products of one float weight row with n token rows, without a float32 copy of it. */
 INLINE vf load_as(int kind, const uint8_t *p, vf scale) {
     return kind == F32   ? vf_load((const float *)p)
            : kind == F16 ? vf_load_f16((const uint16_t *)p)
@@ -50,7 +50,7 @@ INLINE int64_t bytes_of(int kind, int64_t columns) {
 INLINE void float_row(int kind, int n, const weight_t *w, int64_t row, const float *const *x, float *out) {
     const int64_t columns = w->columns, scales = (kind == FP8 ? row / 128 : row) * w->row_scales;
     const uint8_t *p = w->data + row * w->row_bytes;
-    vf acc[MAX_TOGETHER][2], scale = vf_zero();
+    vf acc[GEMV_ROWS][2], scale = vf_zero();
     UNROLL
     for (int t = 0; t < n; t++) acc[t][0] = acc[t][1] = vf_zero();
     int64_t c = 0;
@@ -80,23 +80,23 @@ INLINE void float_row(int kind, int n, const weight_t *w, int64_t row, const flo
     }
     for (int t = 0; t < n; t++) out[t] = vf_sum(vf_add(acc[t][0], acc[t][1]));
 }
-#define FLOAT_KERNEL(name, kind)                                                                                        \
+#define GEMV_KERNEL(name, kind)                                                                                        \
     static void name(int n, const weight_t *w, int64_t row, const float *const *x, float *out) {                        \
         if (SPECIAL && n == 1) float_row(kind, 1, w, row, x, out);                                                      \
         else if (SPECIAL && n == 2) float_row(kind, 2, w, row, x, out);                                                 \
         else if (SPECIAL && n == 3) float_row(kind, 3, w, row, x, out);                                                 \
-        else float_row(kind, SPECIAL ? MAX_TOGETHER : n, w, row, x, out);                                               \
+        else float_row(kind, SPECIAL ? GEMV_ROWS : n, w, row, x, out);                                               \
     }
-FLOAT_KERNEL(row_f32, F32)
-FLOAT_KERNEL(row_bf16, BF16)
-FLOAT_KERNEL(row_f16, F16)
-FLOAT_KERNEL(row_fp8, FP8)
-FLOAT_KERNEL(row_mxfp4, MXFP4)
+GEMV_KERNEL(gemv_f32, F32)
+GEMV_KERNEL(gemv_bf16, BF16)
+GEMV_KERNEL(gemv_f16, F16)
+GEMV_KERNEL(gemv_fp8, FP8)
+GEMV_KERNEL(gemv_mxfp4, MXFP4)
 
 /* Columns from .. from + count of a row as float32, zero beyond the end of the row. */
-void widen(const weight_t *w, int64_t row, int64_t from, int64_t count, float *out) {
+void dequantize(const weight_t *w, int64_t row, int64_t from, int64_t count, float *out) {
     const uint8_t *p = w->data + row * w->row_bytes;
-    int64_t stop = from + count < w->columns ? from + count : w->columns, n = w->columns, c = from;
+    int64_t stop = from + count < w->columns ? from + count : w->columns, c = from;
     out -= from;
     if (w->kind == BF16)
         for (; c + 16 <= stop; c += 16) vf_store(out + c, vf_load_bf16((const uint16_t *)p + c));
@@ -138,16 +138,16 @@ void widen(const weight_t *w, int64_t row, int64_t from, int64_t count, float *o
 }
 
 void gemm_float(const weight_t *w, const input_t *in, const int64_t *rows, int64_t count, int64_t row, int64_t stop,
-                float *out, int64_t out_stride, float *wide) {
-    int64_t padded = up_to(w->columns, 32);
-    if (count < FEW && !is_integer(w->kind)) {
+                float *out, int64_t out_stride, float *row_floats) {
+    int64_t padded = round_up(w->columns, 32);
+    if (count < GEMM_ROWS && !is_integer(w->kind)) {
         void (*const by_kind[])(int, const weight_t *, int64_t, const float *const *, float *) = {
-            row_f32, row_bf16, row_f16, row_fp8, row_mxfp4};
-        const float *x[FEW];
-        float sums[MAX_TOGETHER];
+            gemv_f32, gemv_bf16, gemv_f16, gemv_fp8, gemv_mxfp4};
+        const float *x[GEMM_ROWS];
+        float sums[GEMV_ROWS];
         for (int64_t i = 0; i < count; i++) x[i] = in->x + rows[i] * in->x_stride;
-        for (int64_t i = 0; i < count; i += MAX_TOGETHER) {
-            int n = count - i < MAX_TOGETHER ? (int)(count - i) : MAX_TOGETHER;
+        for (int64_t i = 0; i < count; i += GEMV_ROWS) {
+            int n = count - i < GEMV_ROWS ? (int)(count - i) : GEMV_ROWS;
             for (int64_t r = row; r < stop; r++) {
                 by_kind[w->kind](n, w, r, x + i, sums);
                 for (int t = 0; t < n; t++) out[(i + t) * out_stride + r] = sums[t];
@@ -155,29 +155,29 @@ void gemm_float(const weight_t *w, const input_t *in, const int64_t *rows, int64
         }
         return;
     }
-    vf acc[PIECE_ROWS / 4][FLOAT_ROWS / FLOAT_COUNT][4 * FLOAT_COUNT * 2];
+    vf acc[ITEM_ROWS / 4][FLOAT_ROWS / FLOAT_TOKENS][4 * FLOAT_TOKENS * 2];
     for (int64_t first = 0; first < count; first += FLOAT_ROWS) {
         int64_t some = count - first < FLOAT_ROWS ? count - first : FLOAT_ROWS;
         for (int i = 0; 4 * i < stop - row; i++)
-            for (int j = 0; FLOAT_COUNT * j < some; j++)
-                for (int l = 0; l < 4 * FLOAT_COUNT * 2; l++) acc[i][j][l] = vf_zero();
+            for (int j = 0; FLOAT_TOKENS * j < some; j++)
+                for (int l = 0; l < 4 * FLOAT_TOKENS * 2; l++) acc[i][j][l] = vf_zero();
         for (int64_t c = 0; c < padded; c += FLOAT_COLUMNS) {
             int64_t width = padded - c < FLOAT_COLUMNS ? padded - c : FLOAT_COLUMNS;
             for (int64_t r = row; r < stop; r += 4) {
-                for (int i = 0; i < 4; i++) /* a row too many is the last once more */
-                    widen(w, r + i < stop ? r + i : stop - 1, c, width, wide + i * FLOAT_COLUMNS);
-                for (int64_t i = 0; i < some; i += FLOAT_COUNT) {
-                    int N = some - i < FLOAT_COUNT ? (int)(some - i) : FLOAT_COUNT;
-                    const float *x[FLOAT_COUNT];
+                for (int i = 0; i < 4; i++) /* a row beyond the end repeats the last one */
+                    dequantize(w, r + i < stop ? r + i : stop - 1, c, width, row_floats + i * FLOAT_COLUMNS);
+                for (int64_t i = 0; i < some; i += FLOAT_TOKENS) {
+                    int N = some - i < FLOAT_TOKENS ? (int)(some - i) : FLOAT_TOKENS;
+                    const float *x[FLOAT_TOKENS];
                     for (int t = 0; t < N; t++) x[t] = in->x + rows[first + i + t] * in->x_stride + c;
-                    float_tile_n(N, wide, FLOAT_COLUMNS, x, width / 32, acc[(r - row) / 4][i / FLOAT_COUNT]);
+                    float_tile_n(N, row_floats, FLOAT_COLUMNS, x, width / 32, acc[(r - row) / 4][i / FLOAT_TOKENS]);
                 }
             }
         }
         for (int64_t r = row; r < stop; r++)
             for (int64_t i = 0; i < some; i++) {
-                int64_t left = some - i / FLOAT_COUNT * FLOAT_COUNT, N = left < FLOAT_COUNT ? left : FLOAT_COUNT;
-                vf *a = acc[(r - row) / 4][i / FLOAT_COUNT] + ((r - row) % 4 * N + i % FLOAT_COUNT) * 2;
+                int64_t left = some - i / FLOAT_TOKENS * FLOAT_TOKENS, N = left < FLOAT_TOKENS ? left : FLOAT_TOKENS;
+                vf *a = acc[(r - row) / 4][i / FLOAT_TOKENS] + ((r - row) % 4 * N + i % FLOAT_TOKENS) * 2;
                 out[(first + i) * out_stride + r] = vf_sum(vf_add(a[0], a[1]));
             }
     }

@@ -1,5 +1,5 @@
-/* Products of rounded activations with integer weights, 32 rows of them at a time: many rows of activations. The same sums
- * in the same order as in integer.inc. */
+/* GEMM of quantized activations (dynamic int8) with integer weights: tiles of 32 weight rows times many token rows. The
+ * same sums in the same order as in gemv_int.c. */
 
 #include "matmul.h"
 
@@ -7,26 +7,26 @@ INLINE float *scales_of_tile(const uint8_t *tile, int64_t columns) {
     return (float *)(tile + tile_stride(columns) * TILE_ROWS);
 }
 
-INLINE vb segment_codes(int kind, const uint8_t *p) { /* the 64 codes of a segment in the order of `tiles`, unsigned */
+INLINE vb unpack_segment(int kind, const uint8_t *p) { /* the 64 codes of a segment in the order of `gemm_codes`, unsigned */
     if (kind == INT8) return vb_xor(vb_load(p), 128);
     if (kind == INT4) return vb_nibbles(p);
-    return kind == INT3 ? codes_of_int3(p) : codes_of_int2(p);
+    return kind == INT3 ? unpack_int3(p) : unpack_int2(p);
 }
 
-/* Segment `s` of a row; what is missing of the last one is zero bytes, and meets activations that are zero. */
-static __attribute__((noinline)) vb codes_of_row(int kind, const weight_t *w, int64_t row, int64_t s) {
+/* Segment `s` of a weight row. A last, partial one is filled with zero bytes, which meet activations that are zero. */
+static __attribute__((noinline)) vb unpack_row_segment(int kind, const weight_t *w, int64_t row, int64_t s) {
     int bytes = segment_bytes(kind);
     const uint8_t *p = w->data + row * w->row_bytes + s * bytes;
     uint8_t last[64] = {0};
-    if ((s + 1) * bytes > own_bytes(kind, w->columns)) {
-        memcpy(last, p, (size_t)(own_bytes(kind, w->columns) - s * bytes));
+    if ((s + 1) * bytes > packed_row_bytes(kind, w->columns)) {
+        memcpy(last, p, (size_t)(packed_row_bytes(kind, w->columns) - s * bytes));
         p = last;
     }
-    return segment_codes(kind, p);
+    return unpack_segment(kind, p);
 }
 
-/* The scales of 32 rows from `row`: [blocks * 16][32], zero beyond the end. */
-static __attribute__((noinline)) void tile_scales(const weight_t *w, int64_t row, int64_t blocks, float *scales) {
+/* The scales of 32 weight rows from `row`: [blocks * 16][32], zero beyond the end. */
+static __attribute__((noinline)) void unpack_tile_scales(const weight_t *w, int64_t row, int64_t blocks, float *scales) {
     for (int64_t b = 0; b < blocks; b++)
         for (int half = 0; half < 2; half++) {
             vi r[16];
@@ -44,16 +44,16 @@ static __attribute__((noinline)) void tile_scales(const weight_t *w, int64_t row
 #include "amx.h"
 #else
 #ifdef AVX2
-#define TILE_COUNT 3 /* rows of activations whose sums stay in registers */
+#define TILE_TOKENS 3 /* token rows whose sums stay in registers */
 #else
-#define TILE_COUNT 6
+#define TILE_TOKENS 6
 #endif
 
-/* 32 rows from `row`: tile [segments][2][16][64 bytes]: for 4 columns at a time those of 16 rows; scales as of tile_scales.
- * Rows beyond the end are zero. */
-INLINE void make_tile(int kind, const weight_t *w, int64_t row, int64_t blocks, uint8_t *tile, float *scales) {
+/* 32 weight rows from `row` -> tile [segments][2][16][64 bytes], for 4 columns at a time those of 16 rows; scales as of
+ * unpack_tile_scales. Rows beyond the end are zero. */
+INLINE void unpack_tile(int kind, const weight_t *w, int64_t row, int64_t blocks, uint8_t *tile, float *scales) {
     const int64_t columns = w->columns, segments = (columns + SEGMENT - 1) / SEGMENT, row_bytes = w->row_bytes;
-    const int64_t whole = own_bytes(kind, columns) / segment_bytes(kind), left = w->rows - row;
+    const int64_t whole = packed_row_bytes(kind, columns) / segment_bytes(kind), left = w->rows - row;
     const uint8_t *from = w->data + row * row_bytes;
     for (int64_t s = 0; s < segments; s++)
         for (int half = 0; half < 2; half++) {
@@ -65,37 +65,37 @@ INLINE void make_tile(int kind, const weight_t *w, int64_t row, int64_t blocks, 
                     r[i] = vi_zero();
                     continue;
                 }
-                if (s < whole) codes = segment_codes(kind, from + at * row_bytes + s * segment_bytes(kind));
-                else codes = codes_of_row(kind, w, row + at, s);
+                if (s < whole) codes = unpack_segment(kind, from + at * row_bytes + s * segment_bytes(kind));
+                else codes = unpack_row_segment(kind, w, row + at, s);
                 memcpy(&r[i], &codes, 64);
             }
             vi_transpose(r);
             for (int i = 0; i < 16; i++) vi_store((int32_t *)(tile + ((s * 2 + half) * 16 + i) * 64), r[i]);
         }
-    tile_scales(w, row, blocks, scales);
+    unpack_tile_scales(w, row, blocks, scales);
 }
 
-/* rows[first ...], `n` rows of activations, with a tile -> out [n][32]. */
-INLINE void tile_times(int kind, int n, const uint8_t *tile, const float *scales, int64_t columns, const acts_t *a,
+/* Token rows rows[first ...], `n` of them, times a tile -> out [n][32]. */
+INLINE void multiply_tile(int kind, int n, const uint8_t *tile, const float *scales, int64_t columns, const quantized_t *a,
                        const int64_t *rows, int64_t first, float out[][TILE_ROWS]) {
     int64_t segments = (columns + SEGMENT - 1) / SEGMENT, padded = a->padded / SEGMENT;
     rows += first;
-    vf chains[TILE_COUNT][2][16];
+    vf chains[TILE_TOKENS][2][16];
     UNROLL
     for (int t = 0; t < n; t++)
         UNROLL
         for (int i = 0; i < 16; i++) chains[t][0][i] = chains[t][1][i] = vf_zero();
     for (int64_t s = 0; s < segments; s++) {
-        vi acc[TILE_COUNT][2];
-        const int32_t *x[TILE_COUNT];
+        vi acc[TILE_TOKENS][2];
+        const int32_t *x[TILE_TOKENS];
         UNROLL
         for (int t = 0; t < n; t++) {
-            x[t] = (const int32_t *)(a->tiles + rows[t] * a->padded + s * SEGMENT);
+            x[t] = (const int32_t *)(a->gemm_codes + rows[t] * a->padded + s * SEGMENT);
             acc[t][0] = acc[t][1] = vi_set1(-a->sums[rows[t] * padded + s]);
         }
         const uint8_t *w = tile + s * 2048;
         for (int k = 0; k < 16; k += 8) {
-            vi p[TILE_COUNT][2];
+            vi p[TILE_TOKENS][2];
             UNROLL
             for (int t = 0; t < n; t++)
                 for (int half = 0; half < 2; half++)
@@ -139,49 +139,49 @@ INLINE void tile_times(int kind, int n, const uint8_t *tile, const float *scales
 }
 #endif
 
-#define TILE_KERNEL(name, kind)                                                                                         \
-    static void name##_make(const weight_t *w, int64_t row, int64_t blocks, uint8_t *tile, float *scales) {             \
-        make_tile(kind, w, row, blocks, tile, scales);                                                                  \
+#define GEMM_KERNEL(name, kind)                                                                                         \
+    static void name##_unpack(const weight_t *w, int64_t row, int64_t blocks, uint8_t *tile, float *scales) {             \
+        unpack_tile(kind, w, row, blocks, tile, scales);                                                                  \
     }                                                                                                                   \
-    static void name(int n, const uint8_t *tile, const float *scales, int64_t columns, const acts_t *a,                 \
+    static void name(int n, const uint8_t *tile, const float *scales, int64_t columns, const quantized_t *a,                 \
                      const int64_t *rows, int64_t first, float out[][TILE_ROWS]) {                                      \
-        if (SPECIAL && n == TILE_COUNT) tile_times(kind, TILE_COUNT, tile, scales, columns, a, rows, first, out);       \
-        else if (SPECIAL && TILE_COUNT > 4 && n == 4)                                                                   \
-            tile_times(kind, 4, tile, scales, columns, a, rows, first, out);                                            \
-        else tile_times(kind, n, tile, scales, columns, a, rows, first, out);                                           \
+        if (SPECIAL && n == TILE_TOKENS) multiply_tile(kind, TILE_TOKENS, tile, scales, columns, a, rows, first, out);       \
+        else if (SPECIAL && TILE_TOKENS > 4 && n == 4)                                                                   \
+            multiply_tile(kind, 4, tile, scales, columns, a, rows, first, out);                                            \
+        else multiply_tile(kind, n, tile, scales, columns, a, rows, first, out);                                           \
     }
-TILE_KERNEL(tile_int8, INT8)
-TILE_KERNEL(tile_int4, INT4)
-TILE_KERNEL(tile_int3, INT3)
-TILE_KERNEL(tile_int2, INT2)
+GEMM_KERNEL(gemm_int8, INT8)
+GEMM_KERNEL(gemm_int4, INT4)
+GEMM_KERNEL(gemm_int3, INT3)
+GEMM_KERNEL(gemm_int2, INT2)
 
 typedef struct {
-    void (*make)(const weight_t *, int64_t, int64_t, uint8_t *, float *);
-    void (*tile)(int, const uint8_t *, const float *, int64_t, const acts_t *, const int64_t *, int64_t,
+    void (*unpack)(const weight_t *, int64_t, int64_t, uint8_t *, float *);
+    void (*multiply)(int, const uint8_t *, const float *, int64_t, const quantized_t *, const int64_t *, int64_t,
                  float[][TILE_ROWS]);
 } tile_kernels_t;
 static const tile_kernels_t BY_KIND[] = {
-    {tile_int8_make, tile_int8},
-    {tile_int4_make, tile_int4},
-    {tile_int3_make, tile_int3},
-    {tile_int2_make, tile_int2},
+    {gemm_int8_unpack, gemm_int8},
+    {gemm_int4_unpack, gemm_int4},
+    {gemm_int3_unpack, gemm_int3},
+    {gemm_int2_unpack, gemm_int2},
 };
 
-void gemm_int(const weight_t *w, const acts_t *a, const int64_t *rows, int64_t count, int64_t row, int64_t stop, float *out,
+void gemm_int(const weight_t *w, const quantized_t *a, const int64_t *rows, int64_t count, int64_t row, int64_t stop, float *out,
               int64_t out_stride, uint8_t *scratch) {
     const tile_kernels_t *k = &BY_KIND[w->kind - INT8];
     int64_t blocks = a->padded / BLOCK_COLUMNS, bytes = tile_bytes(w->columns);
-    float sums[TILE_COUNT][TILE_ROWS];
+    float sums[TILE_TOKENS][TILE_ROWS];
     for (int64_t r = row; r < stop; r += TILE_ROWS) {
         uint8_t *tile = scratch + (r - row) / TILE_ROWS * bytes;
-        k->make(w, r, blocks, tile, scales_of_tile(tile, w->columns));
+        k->unpack(w, r, blocks, tile, scales_of_tile(tile, w->columns));
     }
-    for (int64_t i = 0; i < count; i += TILE_COUNT)
+    for (int64_t i = 0; i < count; i += TILE_TOKENS)
         for (int64_t r = row; r < stop; r += TILE_ROWS) {
             const uint8_t *tile = scratch + (r - row) / TILE_ROWS * bytes;
-            int64_t m = count - i < TILE_COUNT ? count - i : TILE_COUNT;
+            int64_t m = count - i < TILE_TOKENS ? count - i : TILE_TOKENS;
             int64_t n = stop - r < TILE_ROWS ? stop - r : TILE_ROWS;
-            k->tile((int)m, tile, scales_of_tile(tile, w->columns), w->columns, a, rows, i, sums);
+            k->multiply((int)m, tile, scales_of_tile(tile, w->columns), w->columns, a, rows, i, sums);
             for (int64_t t = 0; t < m; t++) memcpy(out + (i + t) * out_stride + r, sums[t], (size_t)(4 * n));
         }
 }

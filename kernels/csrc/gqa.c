@@ -1,20 +1,20 @@
-/* Grouped-query attention: some heads share a key and a value. Included by kernels.c after attention.inc. Every sum has an
- * order of its own that does not depend on other rows: over positions ascending, over columns as in matmul.inc. */
+/* Grouped-query attention: some heads share a key and a value. The order
+ * of every sum is independent of other token rows: over positions ascending, over columns as in gemm_float.c. */
 
 #include "attention.h"
 
 typedef struct {
-    const grouped_t *call;
-    weight_t keys, values; /* as matrices of positions * groups rows, to be widened */
-    int64_t width, value;  /* filled to 32 columns */
+    const gqa_t *call;
+    weight_t keys, values; /* as matrices of positions * groups rows, for `dequantize` */
+    int64_t width, value;  /* padded to 32 columns */
     int failed;
-} grouped_job_t;
+} gqa_job_t;
 
-/* A row of keys or values as floats, filled to 32 columns: where it lies, or in `wide`. */
-INLINE const float *wide_row(const weight_t *w, int64_t row, int64_t padded, float *wide) {
+/* A row of keys or values as floats, padded to 32 columns: in place, or converted into `row_floats`. */
+INLINE const float *dequantized_row(const weight_t *w, int64_t row, int64_t padded, float *row_floats) {
     if (w->kind == F32 && padded == w->columns) return (const float *)w->data + row * padded;
-    widen(w, row, 0, padded, wide);
-    return wide;
+    dequantize(w, row, 0, padded, row_floats);
+    return row_floats;
 }
 
 /* Scores of up to 4 keys with 2 queries: scores[j][i] = query j . key i. */
@@ -39,31 +39,31 @@ INLINE void two_by_four(const float *const *key, const float *const *query, int6
         for (int j = 0; j < 2; j++) scores[j][i] = vf_sum(vf_add(acc[i][j][0], acc[i][j][1]));
 }
 
-/* One row of queries, up to HEADS_AT_ONCE heads of one group. */
-static void grouped_piece(void *context, int64_t piece) {
-    grouped_job_t *job = context;
-    const grouped_t *c = job->call;
-    int64_t share = c->heads / c->groups, parts = (share + HEADS_AT_ONCE - 1) / HEADS_AT_ONCE;
-    int64_t t = piece / (c->groups * parts), group = piece / parts % c->groups, first = piece % parts * HEADS_AT_ONCE;
-    int heads = share - first < HEADS_AT_ONCE ? (int)(share - first) : HEADS_AT_ONCE;
-    int64_t head = group * share + first, stop = c->position + t + 1;
-    int64_t start = c->window && stop > c->window ? stop - c->window : 0, seen = stop - start, padded = up_to(seen, 16);
+/* One token row, up to HEADS_AT_ONCE heads of one group. */
+static void gqa_item(void *context, int64_t item) {
+    gqa_job_t *job = context;
+    const gqa_t *c = job->call;
+    int64_t group_heads = c->heads / c->groups, parts = (group_heads + HEADS_AT_ONCE - 1) / HEADS_AT_ONCE;
+    int64_t t = item / (c->groups * parts), group = item / parts % c->groups, first = item % parts * HEADS_AT_ONCE;
+    int heads = group_heads - first < HEADS_AT_ONCE ? (int)(group_heads - first) : HEADS_AT_ONCE;
+    int64_t head = group * group_heads + first, stop = c->position + t + 1;
+    int64_t start = c->window && stop > c->window ? stop - c->window : 0, visible = stop - start, padded = round_up(visible, 16);
     int64_t floats = heads * (padded + job->width + job->value) + ROWS_AT_ONCE * (job->width + job->value);
     float *scores = thread_scratch(4 * floats);
     if (!scores) {
         job->failed = 1;
         return;
     }
-    float *queries = scores + heads * padded, *mixed = queries + heads * job->width, *wide = mixed + heads * job->value;
+    float *queries = scores + heads * padded, *mixed = queries + heads * job->width, *row_floats = mixed + heads * job->value;
     memset(queries, 0, (size_t)(4 * heads * (job->width + job->value)));
     for (int h = 0; h < heads; h++)
         memcpy(queries + h * job->width, c->queries + (t * c->heads + head + h) * c->width, (size_t)(4 * c->width));
 
-    for (int64_t s = 0; s < seen; s += 4) {
+    for (int64_t s = 0; s < visible; s += 4) {
         const float *key[4];
-        int n = seen - s < 4 ? (int)(seen - s) : 4;
+        int n = visible - s < 4 ? (int)(visible - s) : 4;
         for (int i = 0; i < 4; i++)
-            key[i] = wide_row(&job->keys, (start + s + (i < n ? i : n - 1)) * c->groups + group, job->width, wide + i * job->width);
+            key[i] = dequantized_row(&job->keys, (start + s + (i < n ? i : n - 1)) * c->groups + group, job->width, row_floats + i * job->width);
         for (int h = 0; h < heads; h += 2) {
             int m = heads - h < 2 ? 1 : 2;
             const float *query[2] = {queries + h * job->width, queries + (h + m - 1) * job->width};
@@ -73,26 +73,26 @@ static void grouped_piece(void *context, int64_t piece) {
                 for (int i = 0; i < n; i++) scores[(h + j) * padded + s + i] = sums[j][i] * c->scale;
         }
     }
-    float shares[HEADS_AT_ONCE];
+    float weights[HEADS_AT_ONCE];
     for (int h = 0; h < heads; h++)
-        shares[h] = softmax_share(scores + h * padded, seen, c->sinks ? c->sinks + head + h : NULL);
-    for (int64_t s = 0; s < seen; s += ROWS_AT_ONCE) {
-        int n = seen - s < ROWS_AT_ONCE ? (int)(seen - s) : ROWS_AT_ONCE;
+        weights[h] = softmax_scale(scores + h * padded, visible, c->sinks ? c->sinks + head + h : NULL);
+    for (int64_t s = 0; s < visible; s += ROWS_AT_ONCE) {
+        int n = visible - s < ROWS_AT_ONCE ? (int)(visible - s) : ROWS_AT_ONCE;
         const float *row[ROWS_AT_ONCE];
         for (int i = 0; i < n; i++)
-            row[i] = wide_row(&job->values, (start + s + i) * c->groups + group, job->value, wide + i * job->value);
+            row[i] = dequantized_row(&job->values, (start + s + i) * c->groups + group, job->value, row_floats + i * job->value);
         for (int h = 0; h < heads; h++) add_rows(n, mixed + h * job->value, scores + h * padded + s, row, job->value);
     }
     for (int h = 0; h < heads; h++) {
         float *out = c->out + (t * c->heads + head + h) * c->value;
-        for (int64_t k = 0; k < c->value; k++) out[k] = mixed[h * job->value + k] * shares[h];
+        for (int64_t k = 0; k < c->value; k++) out[k] = mixed[h * job->value + k] * weights[h];
     }
 }
 
-int grouped_attention(const grouped_t *c) {
+int gqa(const gqa_t *c) {
     int64_t parts = (c->heads / c->groups + HEADS_AT_ONCE - 1) / HEADS_AT_ONCE;
-    grouped_job_t job = {.call = c, .width = up_to(c->width, 32), .value = up_to(c->value, 32)};
+    gqa_job_t job = {.call = c, .width = round_up(c->width, 32), .value = round_up(c->value, 32)};
     job.keys = cached(c->keys, c->kind, c->width), job.values = cached(c->values, c->kind, c->value);
-    run_pieces(grouped_piece, &job, c->count * c->groups * parts);
+    run_items(gqa_item, &job, c->count * c->groups * parts);
     return job.failed;
 }

@@ -1,28 +1,28 @@
-/* The lightning indexer: scores of all positions, and the choice of the top-k of them. */
+/* The lightning indexer (DSA): scores of all positions, and the top-k of them. */
 #include <stdlib.h>
 
 #include "attention.h"
 
 /* -------------------------------------------------------------------------------------------------------------------
- * The indexer: out[t][s] = sum over heads, ascending, of weight * relu(query . key) / sqrt(width) */
+ * Scores: out[t][s] = sum over heads, ascending, of weight * relu(query . key) / sqrt(width) */
 
 #define KEYS_AT_ONCE 64
 
 typedef struct {
     const index_t *call;
-    const float *queries, *keys; /* filled to 32 columns; no keys where they are widened */
+    const float *queries, *keys; /* padded to 32 columns; keys is NULL where they are converted row by row */
     int64_t padded;
-    weight_t cache; /* the keys, to be widened */
+    weight_t cache; /* the keys, for `dequantize` */
     int failed;
 } index_job_t;
 
-static void index_piece(void *context, int64_t piece) {
+static void index_item(void *context, int64_t item) {
     index_job_t *job = context;
     const index_t *c = job->call;
-    int64_t blocks = (c->positions + KEYS_AT_ONCE - 1) / KEYS_AT_ONCE, t = piece / blocks;
-    int64_t s = piece % blocks * KEYS_AT_ONCE, stop = s + KEYS_AT_ONCE < c->positions ? s + KEYS_AT_ONCE : c->positions;
-    float root = 1.0f / sqrtf((float)c->width), *wide = job->keys ? NULL : thread_scratch(4 * 4 * job->padded);
-    if (!job->keys && !wide) {
+    int64_t blocks = (c->positions + KEYS_AT_ONCE - 1) / KEYS_AT_ONCE, t = item / blocks;
+    int64_t s = item % blocks * KEYS_AT_ONCE, stop = s + KEYS_AT_ONCE < c->positions ? s + KEYS_AT_ONCE : c->positions;
+    float root = 1.0f / sqrtf((float)c->width), *row_floats = job->keys ? NULL : thread_scratch(4 * 4 * job->padded);
+    if (!job->keys && !row_floats) {
         job->failed = 1;
         return;
     }
@@ -31,8 +31,8 @@ static void index_piece(void *context, int64_t piece) {
         const float *key[4];
         for (int i = 0; i < 4; i++) {
             int64_t at = s + (i < n ? i : n - 1);
-            key[i] = job->keys ? job->keys + at * job->padded : wide + i * job->padded;
-            if (!job->keys) widen(&job->cache, at, 0, job->padded, wide + i * job->padded);
+            key[i] = job->keys ? job->keys + at * job->padded : row_floats + i * job->padded;
+            if (!job->keys) dequantize(&job->cache, at, 0, job->padded, row_floats + i * job->padded);
         }
         float sums[4] = {0};
         for (int64_t h = 0; h < c->heads; h++) {
@@ -57,7 +57,7 @@ static void index_piece(void *context, int64_t piece) {
 }
 
 int index_scores(const index_t *c) {
-    int64_t padded = up_to(c->width, 32), rows = c->count * c->heads, filled = c->kind == F32 ? c->positions : 0;
+    int64_t padded = round_up(c->width, 32), rows = c->count * c->heads, filled = c->kind == F32 ? c->positions : 0;
     index_job_t job = {c, c->queries, c->kind == F32 ? c->keys : NULL, padded, cached(c->keys, c->kind, c->width), 0};
     float *memory = NULL;
     if (padded != c->width) {
@@ -69,13 +69,13 @@ int index_scores(const index_t *c) {
             memcpy(keys + i * padded, (const float *)c->keys + i * c->width, (size_t)(4 * c->width));
         job.queries = memory, job.keys = filled ? keys : NULL;
     }
-    run_pieces(index_piece, &job, c->count * ((c->positions + KEYS_AT_ONCE - 1) / KEYS_AT_ONCE));
+    run_items(index_item, &job, c->count * ((c->positions + KEYS_AT_ONCE - 1) / KEYS_AT_ONCE));
     free(memory);
     return job.failed;
 }
 
 /* -------------------------------------------------------------------------------------------------------------------
- * Positions with the best index scores: the smallest of them is found digit by digit, without sorting */
+ * The top-k positions: a radix select finds the k-th largest score, without sorting */
 
 /* Larger for a larger float; -0 is 0. */
 INLINE uint32_t rank_of(float x) {
@@ -85,8 +85,8 @@ INLINE uint32_t rank_of(float x) {
     return bits >> 31 ? ~bits : bits | 0x80000000u;
 }
 
-/* The k-th largest rank of n scores, n > k, and how many scores of that rank are among the k. */
-static uint32_t smallest_chosen(const float *scores, int64_t n, int64_t k, int64_t *room) {
+/* The k-th largest rank of n scores, n > k, and how many scores of that rank are among the top k. */
+static uint32_t kth_largest(const float *scores, int64_t n, int64_t k, int64_t *room) {
     uint64_t found = 0;
     for (int shift = 22; shift >= 0; shift -= 11) { /* 10 bits, 11 and 11 */
         int64_t counts[2048] = {0}, digit = 2047;
@@ -101,18 +101,18 @@ static uint32_t smallest_chosen(const float *scores, int64_t n, int64_t k, int64
     return (uint32_t)found;
 }
 
-static int top_row(const void *call, int64_t row) {
-    const top_t *c = call;
+static int top_k_row(const void *call, int64_t row) {
+    const top_k_t *c = call;
     const float *scores = c->scores + row * c->positions;
-    int64_t *out = c->chosen + row * c->topk, seen = c->first + row + 1, at = 0;
+    int64_t *out = c->selected + row * c->topk, visible = c->first + row + 1, at = 0;
     int is_nan = 0;
-    for (int64_t s = 0; s < seen; s++) is_nan |= scores[s] != scores[s];
-    if (!is_nan && seen <= c->topk)
-        for (; at < seen; at++) out[at] = at;
+    for (int64_t s = 0; s < visible; s++) is_nan |= scores[s] != scores[s];
+    if (!is_nan && visible <= c->topk)
+        for (; at < visible; at++) out[at] = at;
     else if (!is_nan) {
         int64_t room;
-        uint32_t smallest = smallest_chosen(scores, seen, c->topk, &room);
-        for (int64_t s = 0; s < seen && at < c->topk; s++) {
+        uint32_t smallest = kth_largest(scores, visible, c->topk, &room);
+        for (int64_t s = 0; s < visible && at < c->topk; s++) {
             uint32_t rank = rank_of(scores[s]);
             if (rank > smallest || (rank == smallest && room-- > 0)) out[at++] = s;
         }
@@ -121,4 +121,4 @@ static int top_row(const void *call, int64_t row) {
     return 0;
 }
 
-int top_positions(const top_t *c) { return each_row(top_row, c, c->rows, c->positions); }
+int top_k_positions(const top_k_t *c) { return each_row(top_k_row, c, c->rows, c->positions); }

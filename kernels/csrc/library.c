@@ -1,4 +1,4 @@
-/* The door of the library. */
+/* The entry points of the library: the kernel table, the number of threads, struct sizes. */
 #include "colibri.h"
 #include "pool.h"
 #include "formats.h"
@@ -15,7 +15,7 @@
 #define EXPORT __attribute__((visibility("default")))
 
 /* -------------------------------------------------------------------------------------------------------------------
- * A plain read of memory, what everything else is measured against */
+ * A plain read of memory, for benchmarks */
 
 #define READ_BYTES (1 << 20)
 
@@ -25,10 +25,10 @@ typedef struct {
     _Atomic int64_t sum;
 } read_job_t;
 
-static void read_piece(void *context, int64_t piece) {
+static void read_item(void *context, int64_t item) {
     read_job_t *job = context;
-    const uint8_t *p = job->data + piece * READ_BYTES;
-    int64_t n = job->bytes - piece * READ_BYTES < READ_BYTES ? job->bytes - piece * READ_BYTES : READ_BYTES;
+    const uint8_t *p = job->data + item * READ_BYTES;
+    int64_t n = job->bytes - item * READ_BYTES < READ_BYTES ? job->bytes - item * READ_BYTES : READ_BYTES;
     vi a = vi_zero(), b = vi_zero();
     for (int64_t i = 0; i + 128 <= n; i += 128) {
         __builtin_prefetch(p + i + PAGE_AHEAD);
@@ -42,14 +42,14 @@ static void read_piece(void *context, int64_t piece) {
 
 static int64_t read_memory(const uint8_t *data, int64_t bytes) {
     read_job_t job = {data, bytes, 0};
-    run_pieces(read_piece, &job, (bytes + READ_BYTES - 1) / READ_BYTES);
+    run_items(read_item, &job, (bytes + READ_BYTES - 1) / READ_BYTES);
     return job.sum;
 }
 
 #define TEXT_(a) #a
 #define TEXT(a) TEXT_(a)
 static const kernels_t KERNELS = {
-    TEXT(NAME), linear, experts, gated_mlp, add_weighted, mla, grouped_attention, index_scores, top_positions, rms_norm, layer_norm, rotate,
+    TEXT(NAME), linear, experts, gated_mlp, add_weighted, mla, gqa, index_scores, top_k_positions, rms_norm, layer_norm, rope,
     route, group_by_expert, logprobs, all_finite, read_memory,
 };
 
@@ -67,7 +67,7 @@ EXPORT const kernels_t *colibri_kernels(void) {
     if (!__builtin_cpu_supports("avx512vnni")) return 0;
 #endif
 #if defined(AVX512AMX)
-    /* Linux lets a process use tiles after it has asked. */
+    /* Linux lets a process use AMX tiles after a request. */
     if (syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA)) return 0;
 #endif
 #if defined(NEONDOT) && defined(__linux__)
@@ -78,10 +78,10 @@ EXPORT const kernels_t *colibri_kernels(void) {
 
 EXPORT void colibri_set_threads(int threads) { set_threads(threads); }
 
-/* Sizes of the structs, so that the Python side can check that it mirrors them. */
+/* Sizes of the structs in the order of colibri.h, for the Python side to check. */
 EXPORT int colibri_size(int i) {
-    const int sizes[] = {sizeof(weight_t), sizeof(linear_t), sizeof(experts_t), sizeof(mlp_t), sizeof(add_t),
-                         sizeof(mla_t), sizeof(grouped_t), sizeof(index_t), sizeof(top_t), sizeof(norm_t), sizeof(rotate_t),
+    const int sizes[] = {sizeof(weight_t), sizeof(linear_t), sizeof(experts_t), sizeof(mlp_t), sizeof(add_weighted_t),
+                         sizeof(mla_t), sizeof(gqa_t), sizeof(index_t), sizeof(top_k_t), sizeof(norm_t), sizeof(rope_t),
                          sizeof(route_t), sizeof(group_t), sizeof(logprobs_t), sizeof(values_t), sizeof(kernels_t)};
     return i >= 0 && i < (int)(sizeof sizes / sizeof *sizes) ? sizes[i] : 0;
 }

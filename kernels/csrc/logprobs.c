@@ -41,14 +41,14 @@ static double sum_of_exp(const float *x, int64_t n, double top) { /* of x - top,
         /* Two loops, for compilers make vectors of each, but not of both together. e^-700 is as good as 0. */
         for (int64_t j = 0; j < some; j++) e[j] = x[i + j] - top < -700 ? -700 : x[i + j] - top;
         for (int64_t j = 0; j < some; j++) e[j] = exp_negative(e[j]);
-        for (int64_t j = some; j < up_to(some, 8); j++) e[j] = 0;
+        for (int64_t j = some; j < round_up(some, 8); j++) e[j] = 0;
         for (int64_t j = 0; j < some; j += 8)
             for (int k = 0; k < 8; k++) lanes[k] += e[j + k];
     }
     return ((lanes[0] + lanes[4]) + (lanes[1] + lanes[5])) + ((lanes[2] + lanes[6]) + (lanes[3] + lanes[7]));
 }
 
-static int logprob_row(const void *call, int64_t row) {
+static int logprobs_row(const void *call, int64_t row) {
     const logprobs_t *c = call;
     const float *x = c->logits + row * c->vocab;
     int64_t best = 0, i = 0;
@@ -60,7 +60,7 @@ static int logprob_row(const void *call, int64_t row) {
     if (sum == sum) while (x[best] != top) best++;
     else
         for (int64_t j = 1; j < c->vocab; j++)
-            if (ranked(x[j]) > ranked(x[best])) best = j;
+            if (nan_as_infinity(x[j]) > nan_as_infinity(x[best])) best = j;
     c->best[row] = best;
     c->logprobs[row] = (double)x[c->targets[row]] - (top + log_of(sum));
     return 0;
@@ -70,5 +70,5 @@ static int logprob_row(const void *call, int64_t row) {
 int logprobs(const logprobs_t *c) {
     for (int64_t i = 0; i < c->rows; i++)
         if (c->targets[i] < 0 || c->targets[i] >= c->vocab) return 2;
-    return each_row(logprob_row, c, c->rows, 8 * c->vocab);
+    return each_row(logprobs_row, c, c->rows, 8 * c->vocab);
 }

@@ -1,25 +1,25 @@
-/* Absorbed MLA.
+/* Absorbed MLA: attention over the cached latents.
  *
- * kv_b holds for each head N key rows Wk and V value rows Wv over L latent columns. Queries are taken into the latent space
- * (q Wk), attend over the cached latents, and the mixed latents are taken out again (Wv l). Here the activations stay
- * float32 whatever the format of kv_b. Every sum has an order of its own that does not depend on other rows: over key rows
- * and over positions ascending, over columns as in matmul.inc.
+ * kv_b holds for each head N key rows Wk and V value rows Wv over L latent columns. Queries are projected into the latent space
+ * (q Wk), attend over the cached latents, and the weighted latents are projected to values (Wv l). The activations stay
+ * float32 whatever the format of kv_b. The order of every sum is independent of other token rows: over key rows and over
+ * positions ascending, over columns as in gemm_float.c.
  *
- * A cache in bfloat16 is widened a few rows at a time, for all heads of a piece of work: that takes about a tenth less time
- * than to widen each of them anew for every pair of heads (GLM-5.2's widths, AVX-512). */
+ * A bfloat16 cache is converted a few rows at a time, once for all heads of a work item: about a tenth less time than for
+ * each pair of heads (GLM-5.2's widths, AVX-512). */
 
 #include <stdlib.h>
 
 #include "attention.h"
 
-#define BLOCK_QUERIES 64  /* rows of queries whose latent forms are held at once */
+#define BLOCK_QUERIES 64  /* token rows whose latent queries are held at once */
 
-/* Few queries and integer weights: a segment is widened in registers and used at once. The arithmetic is that of add_rows
- * and of `times`; only the way through memory is shorter. */
+/* Few queries and integer weights: a segment is dequantized in registers and used at once. The arithmetic is that of
+ * add_rows and of gemm_float, with less memory traffic. */
 
 #define FEW_QUERIES 2
 
-/* Scales of eight rows from `row`, [rows, groups]. */
+/* Scales of `rows` weight rows from `row` as float32 [rows, groups]. */
 INLINE void scales_of_rows(const weight_t *w, int64_t row, int rows, float *out) {
     int64_t n = rows * groups_of(w), from = row * w->row_scales, i = 0;
     if (w->scale_kind == F16)
@@ -27,15 +27,15 @@ INLINE void scales_of_rows(const weight_t *w, int64_t row, int rows, float *out)
     for (; i < n; i++) out[i] = scale_at(w, from + i);
 }
 
-/* acc[columns] += sum over i < rows of share[i] * row i, i ascending. */
-INLINE void absorb_rows(int kind, const weight_t *w, int64_t row, int rows, const float *share, const float *scales,
+/* acc[columns] += sum over i < rows of weights[i] * row i, i ascending. */
+INLINE void absorb_rows(int kind, const weight_t *w, int64_t row, int rows, const float *weights, const float *scales,
                         float *acc) {
     for (int64_t s = 0; s < w->columns / SEGMENT; s++) {
         vf a[4];
         UNROLL
         for (int j = 0; j < 4; j++) a[j] = vf_load(acc + s * SEGMENT + 16 * j);
         for (int i = 0; i < rows; i++) {
-            vf v[4], by = vf_set1(share[i]);
+            vf v[4], by = vf_set1(weights[i]);
             load_segment(kind, w->data + (row + i) * w->row_bytes + s * segment_bytes(kind),
                          scales[i * groups_of(w) + s * SEGMENT / w->group], v);
             UNROLL
@@ -46,9 +46,9 @@ INLINE void absorb_rows(int kind, const weight_t *w, int64_t row, int rows, cons
     }
 }
 
-/* out[i] = row i times x, for some rows. */
+/* out[i] = weight row i times x, for VALUE_ROWS rows. */
 #if defined(AVX2)
-#define VALUE_ROWS 2 /* what fits its registers */
+#define VALUE_ROWS 2 /* as many as fit its registers */
 #else
 #define VALUE_ROWS 4
 #endif
@@ -68,10 +68,10 @@ INLINE void value_rows(int kind, const weight_t *w, int64_t row, const float *x,
     for (int i = 0; i < VALUE_ROWS; i++) out[i] = vf_sum(vf_add(acc[i][0], acc[i][1]));
 }
 
-/* The same for any integer format; the usual one is known when it is compiled. */
-static void absorb_rows_of(const weight_t *w, int64_t row, int rows, const float *share, const float *scales, float *acc) {
-    if (SPECIAL && w->kind == INT4) absorb_rows(INT4, w, row, rows, share, scales, acc);
-    else absorb_rows(w->kind, w, row, rows, share, scales, acc);
+/* The same for any integer format, specialized for the most common one. */
+static void absorb_rows_of(const weight_t *w, int64_t row, int rows, const float *weights, const float *scales, float *acc) {
+    if (SPECIAL && w->kind == INT4) absorb_rows(INT4, w, row, rows, weights, scales, acc);
+    else absorb_rows(w->kind, w, row, rows, weights, scales, acc);
 }
 static void value_rows_of(const weight_t *w, int64_t row, const float *x, const float *scales, float *out) {
     if (SPECIAL && w->kind == INT4) value_rows(INT4, w, row, x, scales, out);
@@ -80,24 +80,24 @@ static void value_rows_of(const weight_t *w, int64_t row, const float *x, const 
 
 typedef struct {
     const mla_t *call;
-    int64_t first, count; /* rows of queries of this block */
-    int64_t latent, key;  /* L and L + R, each part filled to 32 columns */
+    int64_t first, count; /* token rows of this block */
+    int64_t latent, key;  /* L and L + R, each part padded to 32 columns */
     float *queries;       /* [count, heads, key]: latent part, rotary part */
     float *mixed;         /* [count, heads, latent] */
     const float *keys;    /* all positions as [key] floats, when rows of a float cache are not whole steps of 32; or NULL */
-    weight_t latents, rope_keys; /* the cache, to be widened */
+    weight_t latents, rope_keys; /* the KV cache, for `dequantize` */
     weight_t kv_b;        /* exact */
     int in_registers;     /* few queries and whole segments: see absorb_rows */
     int failed;
 } mla_job_t;
 
-/* One head: its key rows, for all queries of the block. */
-static void absorb_piece(void *context, int64_t head) {
+/* Absorb the key rows of one head into the queries of the block. */
+static void absorb_item(void *context, int64_t head) {
     mla_job_t *job = context;
     const mla_t *c = job->call;
     int64_t N = c->nope, R = c->rope, Q = N + R;
-    float *wide = thread_scratch(4 * ROWS_AT_ONCE * job->latent); /* rows, or only their scales */
-    if (!wide) {
+    float *row_floats = thread_scratch(4 * ROWS_AT_ONCE * job->latent); /* weight rows, or only their scales */
+    if (!row_floats) {
         job->failed = 1;
         return;
     }
@@ -112,15 +112,15 @@ static void absorb_piece(void *context, int64_t head) {
         const float *row[ROWS_AT_ONCE];
         if (job->in_registers) {
             int64_t first = head * (N + c->value) + n;
-            scales_of_rows(&job->kv_b, first, rows, wide);
+            scales_of_rows(&job->kv_b, first, rows, row_floats);
             for (int64_t t = 0; t < job->count; t++)
-                absorb_rows_of(&job->kv_b, first, rows, c->queries + ((job->first + t) * c->heads + head) * Q + n, wide,
+                absorb_rows_of(&job->kv_b, first, rows, c->queries + ((job->first + t) * c->heads + head) * Q + n, row_floats,
                                job->queries + (t * c->heads + head) * job->key);
             continue;
         }
         for (int i = 0; i < rows; i++) {
-            widen(&job->kv_b, head * (N + c->value) + n + i, 0, job->latent, wide + i * job->latent);
-            row[i] = wide + i * job->latent;
+            dequantize(&job->kv_b, head * (N + c->value) + n + i, 0, job->latent, row_floats + i * job->latent);
+            row[i] = row_floats + i * job->latent;
         }
         for (int64_t t = 0; t < job->count; t++)
             add_rows(rows, job->queries + (t * c->heads + head) * job->key,
@@ -128,51 +128,51 @@ static void absorb_piece(void *context, int64_t head) {
     }
 }
 
-/* One position of the cache as floats, filled to 32 columns: where it lies, or in `wide`. */
-INLINE const float *latent_row(const mla_job_t *job, int64_t at, float *wide) {
+/* One position of the cache as floats, padded to 32 columns: in place, or converted into `row_floats`. */
+INLINE const float *latent_row(const mla_job_t *job, int64_t at, float *row_floats) {
     if (job->latents.kind == F32)
         return job->keys ? job->keys + at * job->key : (const float *)job->call->latents + at * job->call->latent;
-    widen(&job->latents, at, 0, job->latent, wide);
-    return wide;
+    dequantize(&job->latents, at, 0, job->latent, row_floats);
+    return row_floats;
 }
-INLINE const float *rope_row(const mla_job_t *job, int64_t at, float *wide) {
+INLINE const float *rope_row(const mla_job_t *job, int64_t at, float *row_floats) {
     if (job->latents.kind == F32)
         return job->keys ? job->keys + at * job->key + job->latent
                          : (const float *)job->call->rope_keys + at * job->call->rope;
-    widen(&job->rope_keys, at, 0, job->key - job->latent, wide);
-    return wide;
+    dequantize(&job->rope_keys, at, 0, job->key - job->latent, row_floats);
+    return row_floats;
 }
 
-/* One row of queries, some heads: scores, softmax, mixed latents. */
-static void attend_piece(void *context, int64_t piece) {
+/* One token row, some heads: scores, softmax, weighted latents. */
+static void attend_item(void *context, int64_t item) {
     mla_job_t *job = context;
     const mla_t *c = job->call;
-    int64_t per_row = (c->heads + HEADS_AT_ONCE - 1) / HEADS_AT_ONCE, t = piece / per_row;
-    int64_t head = piece % per_row * HEADS_AT_ONCE;
+    int64_t per_row = (c->heads + HEADS_AT_ONCE - 1) / HEADS_AT_ONCE, t = item / per_row;
+    int64_t head = item % per_row * HEADS_AT_ONCE;
     int heads = c->heads - head < HEADS_AT_ONCE ? (int)(c->heads - head) : HEADS_AT_ONCE;
-    int64_t seen = c->position + job->first + t + 1; /* how many keys this row may see */
-    const int64_t *chosen = NULL;
+    int64_t visible = c->position + job->first + t + 1; /* keys this row may attend to */
+    const int64_t *selected = NULL;
     if (c->selection) {
-        chosen = c->selection + (job->first + t) * c->topk;
-        for (seen = 0; seen < c->topk && chosen[seen] >= 0;) seen++;
+        selected = c->selection + (job->first + t) * c->topk;
+        for (visible = 0; visible < c->topk && selected[visible] >= 0;) visible++;
     }
-    int64_t padded = up_to(seen, 16);
-    int64_t some = HEADS_AT_ONCE * (padded + 16); /* never nothing: a row may see no key at all */
+    int64_t padded = round_up(visible, 16);
+    int64_t some = HEADS_AT_ONCE * (padded + 16); /* never zero: a row may attend to no key at all */
     float *scores = thread_scratch(4 * (some + (c->kind == BF16 ? ROWS_AT_ONCE * job->key : 0)));
     if (!scores) {
         job->failed = 1;
         return;
     }
-    float *wide = scores + some;
+    float *row_floats = scores + some;
     const float *queries = job->queries + (t * c->heads + head) * job->key;
-    for (int64_t s = 0; s < seen; s += 4) {
+    for (int64_t s = 0; s < visible; s += 4) {
         const float *latent[4], *rope[4];
-        int n = seen - s < 4 ? (int)(seen - s) : 4;
+        int n = visible - s < 4 ? (int)(visible - s) : 4;
         for (int i = 0; i < 4; i++) {
             int64_t at = s + (i < n ? i : n - 1);
-            if (chosen) at = chosen[at];
-            latent[i] = latent_row(job, at, wide + i * job->key);
-            rope[i] = rope_row(job, at, wide + i * job->key + job->latent);
+            if (selected) at = selected[at];
+            latent[i] = latent_row(job, at, row_floats + i * job->key);
+            rope[i] = rope_row(job, at, row_floats + i * job->key + job->latent);
         }
         for (int h = 0; h < heads; h += 2) {
             int m = heads - h < 2 ? 1 : 2;
@@ -201,29 +201,29 @@ static void attend_piece(void *context, int64_t piece) {
                     scores[(h + j) * padded + s + i] = vf_sum(vf_add(acc[i][j][0], acc[i][j][1])) * c->scale;
         }
     }
-    float share[HEADS_AT_ONCE];
+    float weights[HEADS_AT_ONCE];
     for (int h = 0; h < heads; h++) {
-        share[h] = softmax_share(scores + h * padded, seen, NULL);
+        weights[h] = softmax_scale(scores + h * padded, visible, NULL);
         memset(job->mixed + (t * c->heads + head + h) * job->latent, 0, (size_t)(4 * job->latent));
     }
-    for (int64_t s = 0; s < seen; s += ROWS_AT_ONCE) {
-        int n = seen - s < ROWS_AT_ONCE ? (int)(seen - s) : ROWS_AT_ONCE;
+    for (int64_t s = 0; s < visible; s += ROWS_AT_ONCE) {
+        int n = visible - s < ROWS_AT_ONCE ? (int)(visible - s) : ROWS_AT_ONCE;
         const float *row[ROWS_AT_ONCE];
         for (int i = 0; i < n; i++) {
-            int64_t at = chosen ? chosen[s + i] : s + i;
-            row[i] = latent_row(job, at, wide + i * job->key);
+            int64_t at = selected ? selected[s + i] : s + i;
+            row[i] = latent_row(job, at, row_floats + i * job->key);
         }
         for (int h = 0; h < heads; h++)
             add_rows(n, job->mixed + (t * c->heads + head + h) * job->latent, scores + h * padded + s, row, job->latent);
     }
     for (int h = 0; h < heads; h++) {
         float *m = job->mixed + (t * c->heads + head + h) * job->latent;
-        for (int64_t k = 0; k < job->latent; k += 16) vf_store(m + k, vf_mul(vf_load(m + k), vf_set1(share[h])));
+        for (int64_t k = 0; k < job->latent; k += 16) vf_store(m + k, vf_mul(vf_load(m + k), vf_set1(weights[h])));
     }
 }
 
-/* One head: its value rows, for all queries of the block. */
-static void value_piece(void *context, int64_t head) {
+/* Project the weighted latents of one head to values, for all queries of the block. */
+static void value_item(void *context, int64_t head) {
     mla_job_t *job = context;
     const mla_t *c = job->call;
     int64_t V = c->value, base = head * (c->nope + V) + c->nope, rows[BLOCK_QUERIES];
@@ -244,13 +244,13 @@ static void value_piece(void *context, int64_t head) {
             memcpy(out + t * c->heads * V + r, sums, sizeof sums);
         }
     }
-    for (; r < base + V; r += PIECE_ROWS)
-        times(&job->kv_b, &in, rows, job->count, r, r + PIECE_ROWS < base + V ? r + PIECE_ROWS : base + V, out,
+    for (; r < base + V; r += ITEM_ROWS)
+        matmul(&job->kv_b, &in, rows, job->count, r, r + ITEM_ROWS < base + V ? r + ITEM_ROWS : base + V, out,
               c->heads * V, scratch);
 }
 
 int mla(const mla_t *c) {
-    int64_t latent = up_to(c->latent, 32), key = latent + up_to(c->rope, 32);
+    int64_t latent = round_up(c->latent, 32), key = latent + round_up(c->rope, 32);
     int64_t block = c->count < BLOCK_QUERIES ? c->count : BLOCK_QUERIES, known = c->position + c->count;
     int pads = c->kind == F32 && (latent != c->latent || key - latent != c->rope);
     int64_t floats = block * c->heads * (key + latent) + (pads ? known * key : 0);
@@ -274,9 +274,9 @@ int mla(const mla_t *c) {
     }
     for (job.first = 0; job.first < c->count && !job.failed; job.first += block) {
         job.count = c->count - job.first < block ? c->count - job.first : block;
-        run_pieces(absorb_piece, &job, c->heads);
-        run_pieces(attend_piece, &job, job.count * ((c->heads + HEADS_AT_ONCE - 1) / HEADS_AT_ONCE));
-        run_pieces(value_piece, &job, c->heads);
+        run_items(absorb_item, &job, c->heads);
+        run_items(attend_item, &job, job.count * ((c->heads + HEADS_AT_ONCE - 1) / HEADS_AT_ONCE));
+        run_items(value_item, &job, c->heads);
     }
     free(memory);
     return job.failed;

@@ -3,7 +3,7 @@
 #include "pool.h"
 
 /* -------------------------------------------------------------------------------------------------------------------
- * Norms: sums go to 16 lanes, ascending */
+ * RMSNorm and LayerNorm: sums go to 16 lanes, ascending */
 
 /* x / sqrt(mean(x^2) + eps) * weight, of x + added. */
 static int rms_norm_row(const void *call, int64_t row) {
@@ -58,11 +58,11 @@ static int layer_norm_row(const void *call, int64_t row) {
 int layer_norm(const norm_t *c) { return each_row(layer_norm_row, c, c->rows, c->columns); }
 
 /* -------------------------------------------------------------------------------------------------------------------
- * Rotary positions: pairs (x[2j], x[2j + 1]) are turned and then lie as all first halves, all second halves, where pairs
- * (x[j], x[half + j]) lie from the start */
+ * RoPE: pairs (x[2j], x[2j + 1]) are rotated and stored as all first halves, all second halves, which is where the pairs
+ * (x[j], x[half + j]) of the other kind are from the start */
 
-static int rotate_row(const void *call, int64_t row) {
-    const rotate_t *c = call;
+static int rope_row_of_x(const void *call, int64_t row) {
+    const rope_t *c = call;
     int64_t half = c->rotary / 2;
     const float *cos = c->cos + row * half, *sin = c->sin + row * half;
     float *pairs = thread_scratch(8 * half), *x = c->x + row * c->heads * c->width + c->first;
@@ -77,14 +77,14 @@ static int rotate_row(const void *call, int64_t row) {
     return 0;
 }
 
-int rotate(const rotate_t *c) { return each_row(rotate_row, c, c->rows, c->heads * c->rotary); }
+int rope(const rope_t *c) { return each_row(rope_row_of_x, c, c->rows, c->heads * c->rotary); }
 
 /* -------------------------------------------------------------------------------------------------------------------
- * Whether all values are finite: x - x is zero, or NaN */
+ * all_finite: x - x is zero, or NaN */
 
-static int has_bad_value(const void *call, int64_t block) { /* 1 where one is not */
+static int has_bad_value(const void *call, int64_t block) { /* 1 if one is not finite */
     const values_t *c = call;
-    int64_t i = block * PIECE_VALUES, stop = i + PIECE_VALUES < c->count ? i + PIECE_VALUES : c->count;
+    int64_t i = block * ITEM_VALUES, stop = i + ITEM_VALUES < c->count ? i + ITEM_VALUES : c->count;
     vf a = vf_zero(), b = vf_zero();
     for (; i + 32 <= stop; i += 32) {
         vf x = vf_load(c->values + i), y = vf_load(c->values + i + 16);
@@ -96,5 +96,5 @@ static int has_bad_value(const void *call, int64_t block) { /* 1 where one is no
 }
 
 int all_finite(const values_t *c) {
-    return !each_row(has_bad_value, c, (c->count + PIECE_VALUES - 1) / PIECE_VALUES, PIECE_VALUES);
+    return !each_row(has_bad_value, c, (c->count + ITEM_VALUES - 1) / ITEM_VALUES, ITEM_VALUES);
 }

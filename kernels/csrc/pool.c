@@ -1,7 +1,7 @@
-/* A small pool of threads. Work is handed out in pieces: each thread takes those of its own range, one after the other, so
- * that what it fetches ahead of a piece is the start of its next one; then it helps with the ranges of the others, for on a
- * shared machine a thread may be 20 times slower than another for a moment. Idle threads watch for work a few
- * microseconds, then sleep. One job at a time; a caller that finds the pool busy does its pieces alone. */
+/* Thread pool. A job is a number of work items. Each thread runs the items of its own range in order, so that what it
+ * prefetches beyond an item is the start of its next one, then steals from the ranges of others: on a shared machine a thread
+ * may be 20 times slower than another for a moment. Idle threads spin a few microseconds, then sleep. One job at a time; a
+ * caller that finds the pool busy runs its items alone. */
 #include "pool.h"
 
 #include <pthread.h>
@@ -11,7 +11,7 @@
 #include <string.h>
 
 #define MAX_THREADS 256
-#define WATCH 4000                 /* looks at the counter before going to sleep */
+#define SPINS 4000                 /* polls before a thread sleeps */
 #define STACK_BYTES (1 << 20)
 
 static pthread_mutex_t owner = PTHREAD_MUTEX_INITIALIZER; /* held by the caller whose job it is */
@@ -19,8 +19,8 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t wake = PTHREAD_COND_INITIALIZER;
 static int workers, sleeping;
 static atomic_uint open_job;       /* number of the job that workers may join, 0 = none */
-static atomic_int inside;          /* workers that have joined, or are about to look whether they may */
-static piece_t job_work;
+static atomic_int inside;          /* workers that have joined, or are about to check whether they may */
+static item_t job_work;
 static void *job_context;
 static int job_ranges;
 static struct {
@@ -35,48 +35,48 @@ static inline void pause_briefly(void) {
 #endif
 }
 
-/* The pieces of range number `own`, then what is left of the next ones. */
-static void take_pieces(int own) {
+/* The items of range number `own`, then what is left of the next ones. */
+static void run_ranges(int packed) {
     for (int i = 0; i < job_ranges; i++) {
-        int range = (own + i) % job_ranges;
+        int range = (packed + i) % job_ranges;
         for (;;) {
-            int64_t piece = atomic_fetch_add_explicit(&ranges[range].next, 1, memory_order_relaxed);
-            if (piece >= ranges[range].stop) break;
-            job_work(job_context, piece);
+            int64_t item = atomic_fetch_add_explicit(&ranges[range].next, 1, memory_order_relaxed);
+            if (item >= ranges[range].stop) break;
+            job_work(job_context, item);
         }
     }
 }
 
-static int is_new(unsigned seen) {
+static int is_new(unsigned visible) {
     unsigned now = atomic_load(&open_job);
-    return now && now != seen;
+    return now && now != visible;
 }
 
 static void *worker(void *number) {
-    unsigned seen = 0;
+    unsigned visible = 0;
     for (;;) {
-        for (int i = 0; i < WATCH && !is_new(seen); i++) pause_briefly();
-        if (!is_new(seen)) {
+        for (int i = 0; i < SPINS && !is_new(visible); i++) pause_briefly();
+        if (!is_new(visible)) {
             pthread_mutex_lock(&lock);
             sleeping++;
-            while (!is_new(seen)) pthread_cond_wait(&wake, &lock);
+            while (!is_new(visible)) pthread_cond_wait(&wake, &lock);
             sleeping--;
             pthread_mutex_unlock(&lock);
         }
-        /* First come in, then look: the caller closes the job first and then waits for those inside. So it never waits for
-         * a worker that the system has put aside before it took a piece. */
+        /* Count in first, then check: the caller closes the job and then waits for those inside. So it never waits for a
+         * worker that was descheduled before it took an item. */
         atomic_fetch_add(&inside, 1);
         unsigned now = atomic_load(&open_job);
-        if (now && now != seen) {
-            seen = now;
-            if ((intptr_t)number < job_ranges) take_pieces((int)(intptr_t)number);
+        if (now && now != visible) {
+            visible = now;
+            if ((intptr_t)number < job_ranges) run_ranges((int)(intptr_t)number);
         }
         atomic_fetch_sub(&inside, 1);
     }
     return NULL;
 }
 
-/* A forked child has no workers: it goes on alone. */
+/* A forked child has no workers: it runs items alone. */
 static void in_child(void) {
     workers = sleeping = 0;
     atomic_store(&inside, 0);
@@ -106,30 +106,30 @@ void set_threads(int threads) {
     pthread_mutex_unlock(&owner);
 }
 
-void run_pieces(piece_t work, void *context, int64_t pieces) {
-    if (pieces < 2 || wanted < 2 || !workers || pthread_mutex_trylock(&owner)) {
-        for (int64_t piece = 0; piece < pieces; piece++) work(context, piece);
+void run_items(item_t work, void *context, int64_t items) {
+    if (items < 2 || wanted < 2 || !workers || pthread_mutex_trylock(&owner)) {
+        for (int64_t item = 0; item < items; item++) work(context, item);
         return;
     }
     static unsigned last;
-    job_work = work, job_context = context, job_ranges = pieces < wanted ? (int)pieces : wanted;
+    job_work = work, job_context = context, job_ranges = items < wanted ? (int)items : wanted;
     for (int i = 0; i < job_ranges; i++) {
-        atomic_store_explicit(&ranges[i].next, pieces * i / job_ranges, memory_order_relaxed);
-        ranges[i].stop = pieces * (i + 1) / job_ranges;
+        atomic_store_explicit(&ranges[i].next, items * i / job_ranges, memory_order_relaxed);
+        ranges[i].stop = items * (i + 1) / job_ranges;
     }
     last = last + 1 ? last + 1 : 1;
     pthread_mutex_lock(&lock);
     atomic_store(&open_job, last);
     if (sleeping) pthread_cond_broadcast(&wake);
     pthread_mutex_unlock(&lock);
-    take_pieces(0);
+    run_ranges(0);
     atomic_store(&open_job, 0);
     for (int i = 0; atomic_load(&inside); i++)
-        if (i < WATCH) pause_briefly(); else sched_yield();
+        if (i < SPINS) pause_briefly(); else sched_yield();
     pthread_mutex_unlock(&owner);
 }
 
-/* Memory of the calling thread, at least so large, kept for its next call. NULL when there is none. */
+/* Memory of the calling thread, at least `bytes` large, kept for its next call; NULL out of memory. */
 void *thread_scratch(int64_t bytes) {
     static _Thread_local void *memory;
     static _Thread_local int64_t size;
@@ -149,15 +149,15 @@ typedef struct {
     int failed;
 } rows_job_t;
 
-static void rows_piece(void *context, int64_t piece) {
+static void rows_item(void *context, int64_t item) {
     rows_job_t *job = context;
-    int64_t stop = (piece + 1) * job->each < job->rows ? (piece + 1) * job->each : job->rows;
-    for (int64_t row = piece * job->each; row < stop; row++)
+    int64_t stop = (item + 1) * job->each < job->rows ? (item + 1) * job->each : job->rows;
+    for (int64_t row = item * job->each; row < stop; row++)
         if (job->work(job->call, row)) job->failed = 1;
 }
 
 int each_row(int (*work)(const void *, int64_t), const void *call, int64_t rows, int64_t values) {
-    rows_job_t job = {work, call, rows, values < PIECE_VALUES ? PIECE_VALUES / (values ? values : 1) : 1, 0};
-    run_pieces(rows_piece, &job, (rows + job.each - 1) / job.each);
+    rows_job_t job = {work, call, rows, values < ITEM_VALUES ? ITEM_VALUES / (values ? values : 1) : 1, 0};
+    run_items(rows_item, &job, (rows + job.each - 1) / job.each);
     return job.failed;
 }

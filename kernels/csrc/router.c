@@ -1,6 +1,6 @@
-/* The router: top-k experts of each token and their weights.
+/* The router: the top-k experts of each token row and their weights.
  *
- * Ties go to the lowest index. What is not a number counts as the largest, so that it is chosen and seen. */
+ * Ties go to the lowest index. NaN counts as the largest, so that it is selected and noticed. */
 #include "formats.h"
 #include "pool.h"
 
@@ -19,7 +19,7 @@ static void sigmoid(const float *x, float *out, int64_t n) {
     }
 }
 
-/* e^(x - largest) / their sum. NaN spoils all of them. */
+/* e^(x - largest) / their sum; all NaN where one value is. */
 static void softmax(const float *x, float *out, int64_t n) {
     float most = x[0];
     for (int64_t i = 1; i < n; i++) most = x[i] > most ? x[i] : most;
@@ -36,14 +36,14 @@ static void softmax(const float *x, float *out, int64_t n) {
 }
 
 /* Indices of the k largest of n values, the largest first. */
-static void largest(const float *values, int64_t n, int64_t k, int64_t *chosen) {
+static void top_k(const float *values, int64_t n, int64_t k, int64_t *ids) {
     int64_t count = 0;
     for (int64_t i = 0; i < n; i++) {
-        float value = ranked(values[i]);
-        if (count == k && !(value > ranked(values[chosen[k - 1]]))) continue;
+        float value = nan_as_infinity(values[i]);
+        if (count == k && !(value > nan_as_infinity(values[ids[k - 1]]))) continue;
         int64_t at = count < k ? count++ : k - 1;
-        for (; at && value > ranked(values[chosen[at - 1]]); at--) chosen[at] = chosen[at - 1];
-        chosen[at] = i;
+        for (; at && value > nan_as_infinity(values[ids[at - 1]]); at--) ids[at] = ids[at - 1];
+        ids[at] = i;
     }
 }
 
@@ -55,15 +55,15 @@ static void sort(int64_t *ids, int64_t n) {
     }
 }
 
-/* Experts outside of the best groups get -inf; a group scores the sum of its two best. */
-static void close_groups(const route_t *c, float *choice, float *scores, int64_t *ids) {
+/* Mask the experts outside of the top groups with -inf; a group scores the sum of its two best. */
+static void mask_groups(const route_t *c, float *choice, float *scores, int64_t *ids) {
     int64_t size = c->experts / c->groups;
     for (int64_t g = 0; g < c->groups; g++) {
-        largest(choice + g * size, size, size < 2 ? size : 2, ids);
+        top_k(choice + g * size, size, size < 2 ? size : 2, ids);
         scores[g] = 0;
         for (int64_t i = 0; i < (size < 2 ? size : 2); i++) scores[g] += choice[g * size + ids[i]];
     }
-    largest(scores, c->groups, c->active_groups, ids);
+    top_k(scores, c->groups, c->active_groups, ids);
     sort(ids, c->active_groups);
     for (int64_t g = 0, open = 0; g < c->groups; g++) {
         if (open < c->active_groups && ids[open] == g) open++;
@@ -72,10 +72,10 @@ static void close_groups(const route_t *c, float *choice, float *scores, int64_t
     }
 }
 
-/* The largest first, weights beyond a share of their sum become 0; the first stays. */
-static void drop_rest(float mass, float *weights, int64_t count, int64_t *order) {
+/* In descending order, zero the weights after the first ones that reach the share `mass` of their sum. */
+static void drop_below_mass(float mass, float *weights, int64_t count, int64_t *order) {
     float sum = 0, before = 0;
-    largest(weights, count, count, order);
+    top_k(weights, count, count, order);
     for (int64_t i = 0; i < count; i++) sum += weights[order[i]];
     for (int64_t i = 0; i < count; i++) {
         float weight = weights[order[i]];
@@ -86,22 +86,22 @@ static void drop_rest(float mass, float *weights, int64_t count, int64_t *order)
 
 static int route_row(const void *call, int64_t row) {
     const route_t *c = call;
-    int64_t E = c->experts, A = c->active, indices = A + c->groups + 2, *ids = c->chosen + row * A;
+    int64_t E = c->experts, A = c->active, indices = A + c->groups + 2, *ids = c->topk_ids + row * A;
     int64_t *order = thread_scratch(8 * indices + 4 * (2 * E + c->groups));
     if (!order) return 1;
     float *scores = (float *)(order + indices), *choice = scores + E, *weights = c->weights + row * A, sum = 0;
     if (c->bias) {
         sigmoid(c->logits + row * E, scores, E);
         for (int64_t e = 0; e < E; e++) choice[e] = scores[e] + c->bias[e];
-        if (c->groups > 1) close_groups(c, choice, choice + E, order);
-        largest(choice, E, A, ids);
+        if (c->groups > 1) mask_groups(c, choice, choice + E, order);
+        top_k(choice, E, A, ids);
     } else {
         softmax(c->logits + row * E, scores, E);
-        largest(c->logits + row * E, E, A, ids);
+        top_k(c->logits + row * E, E, A, ids);
     }
     sort(ids, A);
     for (int64_t i = 0; i < A; i++) weights[i] = scores[ids[i]];
-    if (c->mass > 0 && c->mass < 1) drop_rest((float)c->mass, weights, A, order);
+    if (c->mass > 0 && c->mass < 1) drop_below_mass((float)c->mass, weights, A, order);
     for (int64_t i = 0; i < A; i++) sum += weights[i];
     for (int64_t i = 0; i < A; i++) weights[i] = (c->normalize ? weights[i] / (sum + 1e-20f) : weights[i]) * c->scaling;
     return 0;

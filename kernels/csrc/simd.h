@@ -1,10 +1,10 @@
-/* Vectors of 16 lanes, the same on every processor: floats, int32 and 64 bytes.
+/* SIMD vectors of 16 lanes, the same on every processor: floats, int32 and 64 bytes.
  *
  * Every kernel is written once against these few operations. A lane always does the same arithmetic in the same order
- * (fused multiply-add included), so results are equal bit by bit whichever set of instructions runs them.
+ * (fused multiply-add included), so results are equal bit by bit whichever instruction set runs them.
  *
  * One of AVX512AMX, AVX512VNNI, AVX512, AVX2, NEONDOT, NEON or none (plain C) is defined by the build for each copy of
- * the kernels. AVX512AMX is AVX512VNNI and GFNI, and tiles for many rows (integer.inc).
+ * the kernels. AVX512AMX is AVX512VNNI and GFNI, and AMX tiles for GEMM (amx.h).
  */
 #pragma once
 #ifdef AVX512AMX
@@ -58,7 +58,7 @@ INLINE vb vb_load(const uint8_t *p) { return _mm512_loadu_si512(p); }
 INLINE void vb_store(uint8_t *p, vb a) { _mm512_storeu_si512(p, a); }
 INLINE vb vb_and(vb a, uint8_t mask) { return _mm512_and_si512(a, _mm512_set1_epi8((char)mask)); }
 INLINE vb vb_xor(vb a, uint8_t mask) { return _mm512_xor_si512(a, _mm512_set1_epi8((char)mask)); }
-#define vb_shift(a, bits) _mm512_srli_epi16(a, bits) /* bits of the neighbour come in: mask them off */
+#define vb_shift(a, bits) _mm512_srli_epi16(a, bits) /* bits of the neighbor come in: mask them off */
 
 /* acc + products of unsigned and signed bytes, four to a lane. */
 INLINE vi dot(vi acc, vb u, vb s) {
@@ -190,8 +190,8 @@ INLINE vf vf_load_f16(const uint16_t *p) {
                 _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(p + 8))));
 }
 INLINE __m256 bf16x8(const uint16_t *p) {
-    __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p));
-    return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
+    __m256i row_floats = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(row_floats, 16));
 }
 INLINE vf vf_load_bf16(const uint16_t *p) { return PAIR(vf, bf16x8(p), bf16x8(p + 8)); }
 INLINE __m256 i8x8(const int8_t *p) {
@@ -477,7 +477,7 @@ INLINE vf vf_exp_negative(vf x) {
 }
 
 /* silu(g) * u = g / (1 + e^-g) * u, without overflow on either side. */
-INLINE vf silu_times(vf g, vf u) {
+INLINE vf swiglu(vf g, vf u) {
     vf e = vf_exp_negative(vf_sub(vf_zero(), vf_abs(g)));
     vf positive = vf_div(vf_set1(1), vf_add(vf_set1(1), e)); /* 1 / (1 + e^-|g|) */
     vf high = vf_max(g, vf_zero()), low = vf_sub(g, high);   /* g = high + low, one of them zero */
@@ -486,7 +486,7 @@ INLINE vf silu_times(vf g, vf u) {
 }
 
 /* (u + 1) g / (1 + e^(-alpha g)), g at most `limit`, u between -limit and limit; alpha > 0. What is no number stays so. */
-INLINE vf clamped_times(vf g, vf u, float limit, float alpha) {
+INLINE vf clamped_swiglu(vf g, vf u, float limit, float alpha) {
     vf zero = vf_zero(), least = vf_set1(-limit);
     g = vf_sub(zero, vf_max(least, vf_sub(zero, g)));
     u = vf_sub(zero, vf_max(least, vf_sub(zero, vf_max(least, u))));

@@ -92,7 +92,7 @@ INLINE int32x4_t dot15x4(int32x4_t acc, uint8x16_t u, int8x16_t s) { /* two prod
     return vpadalq_s16(acc, vpaddq_s16(vmull_s8(vget_low_s8(v), vget_low_s8(s)), vmull_high_s8(v, s)));
 }
 #endif
-#define DOT(f, part) f(acc.part, u.part, vreinterpretq_s8_u8(s.part))
+#define DOT(f, deinterleave) f(acc.deinterleave, u.deinterleave, vreinterpretq_s8_u8(s.deinterleave))
 INLINE vi dot(vi acc, vb u, vb s) { return (vi){DOT(dot4, a), DOT(dot4, b), DOT(dot4, c), DOT(dot4, d)}; }
 INLINE vi dot15(vi acc, vb u, vb s) { return (vi){DOT(dot15x4, a), DOT(dot15x4, b), DOT(dot15x4, c), DOT(dot15x4, d)}; }
 #define dot15_start(acc) (acc)

@@ -1,4 +1,4 @@
-"""The C kernels of other families: grouped attention, the softmax router, clamped gates, rows within rows."""
+"""The C kernels of other families: grouped attention, the softmax router, clamped SwiGLU, rows within rows."""
 
 import pytest
 import torch
@@ -76,12 +76,14 @@ def test_a_sink_takes_its_share(kernels):  # noqa: F811
 
 
 @pytest.mark.parametrize(("shape", "first", "rotary"), [((5, 64), 0, 64), ((9, 3, 50), 20, 16), ((4, 2, 7), 1, 6)])
-def test_rotate_halves(kernels, shape, first, rotary):  # noqa: F811
+def test_rope_by_halves(kernels, shape, first, rotary):  # noqa: F811
     """To the last bit what torch gives; other columns stay."""
     frequencies = plain_frequencies(1e4, rotary)
     x, (cos, sin) = randn(*shape), reference.rope_angles(torch.arange(3, 3 + shape[0]), frequencies)
-    expected = reference.rotate_halves(x.clone(), first, cos, sin)
-    assert torch.equal(same(kernels, lambda native: native.rotate_halves(x.clone(), first, cos, sin)), expected)
+    expected = reference.apply_rope(x.clone(), first, cos, sin, interleaved=False)
+    assert torch.equal(
+        same(kernels, lambda native: native.apply_rope(x.clone(), first, cos, sin, interleaved=False)), expected
+    )
 
 
 # --- experts ----------------------------------------------------------------------------------------------------------
@@ -118,9 +120,9 @@ def clamped_case(fmt, hidden=96, width=64, experts=5):
 
 
 @pytest.mark.parametrize("name", ["f32", "bf16", "mxfp4", "int4-g64"])
-def test_clamped_gates(kernels, name):  # noqa: F811
+def test_clamped_swiglu(kernels, name):  # noqa: F811
     """Close to the definition, and the same bits whatever experts and rows stand beside."""
-    three, gates = clamped_case(FORMATS[name])
+    three, swiglu = clamped_case(FORMATS[name])
     counts = torch.tensor([1, 0, 20, 3, 16])
     starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
     rows = torch.cat(
@@ -129,14 +131,16 @@ def test_clamped_gates(kernels, name):  # noqa: F811
     x, shares = randn(24, 96) * (0.02 if name == "mxfp4" else 1.0), torch.rand(len(rows))
 
     def work(native):
-        return native.add_experts(torch.ones(24, 96), x, three, starts, rows, shares, gates)
+        return native.add_experts(torch.ones(24, 96), x, three, starts, rows, shares, swiglu)
 
     out = same(kernels, work)
-    expected = reference.add_experts(torch.ones(24, 96), x, three, starts, rows, shares, gates)
+    expected = reference.add_experts(torch.ones(24, 96), x, three, starts, rows, shares, swiglu)
     torch.testing.assert_close(out, expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max()))
     for native in kernels.values():
-        outputs = native.expert_outputs(torch.empty(40, 96), x, three, starts, rows, torch.arange(40), gates)
-        alone = ClampedSwiGlu(gates.gate_bias[3:4], gates.up_bias[3:4], gates.down_bias[3:4], gates.limit, gates.alpha)
+        outputs = native.expert_outputs(torch.empty(40, 96), x, three, starts, rows, torch.arange(40), swiglu)
+        alone = ClampedSwiGlu(
+            swiglu.gate_bias[3:4], swiglu.up_bias[3:4], swiglu.down_bias[3:4], swiglu.limit, swiglu.alpha
+        )
         at = slice(int(starts[3]), int(starts[4]))
         one = native.expert_outputs(
             torch.empty(3, 96), x, three[3:4], starts[3:5] - starts[3], rows[at], torch.arange(3), alone
@@ -164,11 +168,11 @@ def test_every_other_row_of_a_matrix(kernels, name, count):  # noqa: F811
 
 def test_experts_that_lie_as_columns(kernels):  # noqa: F811
     """[in, out]: the same bits as from a copy whose rows lie side by side."""
-    three, gates = clamped_case(FORMATS["bf16"])
+    three, swiglu = clamped_case(FORMATS["bf16"])
     turned = [[Weight(w.data.T.contiguous().T, w.columns, w.format) for w in one] for one in three]
     x, rows, starts = randn(6, 96), torch.arange(5), torch.arange(6)
     for native in kernels.values():
-        for some in (gates, None):
+        for some in (swiglu, None):
             call = x, three, starts, rows, torch.ones(5), some
             expected = native.add_experts(torch.zeros(6, 96), *call)
             assert torch.equal(native.add_experts(torch.zeros(6, 96), x, turned, *call[2:]), expected)

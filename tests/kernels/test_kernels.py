@@ -1,5 +1,6 @@
 """The C kernels against their definition in torch, and bit by bit against themselves: rows, threads, instructions."""
 
+import ctypes
 import os
 import threading
 
@@ -11,6 +12,7 @@ from kernels.build import AVX2, AVX512, SANITIZE, SOURCES, UNITS, BuildError, No
 from kernels.formats import FORMATS, FP8, MXFP4
 from kernels.native import Native
 from kernels.quantize import quantize, quantize_fp8
+from kernels.structs import CALLS, STRUCTS, packer
 from kernels.weight import Weight
 from settings import KERNELS, Settings
 
@@ -395,7 +397,7 @@ def test_without_a_compiler_it_is_said_and_torch_runs(monkeypatch, tmp_path):
     assert dispatch.start(None, tmp_path / "k") == (
         "[kernels] plain torch, which is slow: no C compiler was found (cc, gcc, clang, or pip install ziglang)"
     )
-    assert dispatch.candidates == []
+    assert not dispatch.is_native()
 
 
 def test_a_compiler_that_fails_is_named(monkeypatch, tmp_path):
@@ -459,3 +461,14 @@ def test_a_broken_library_is_not_used(kernels, tmp_path, monkeypatch):
 
 def test_every_source_is_compiled_once():
     assert sorted(file for unit in UNITS for file in unit) == sorted(path.name for path in SOURCES.glob("*.c"))
+
+
+def test_the_header_is_parsed_into_structs(kernels):
+    """Field by field for one struct; the library compares the sizes of all when it is opened."""
+    size, scales = ctypes.c_int64, ctypes.c_float
+    names = [("values", ctypes.c_void_p), ("count", size)]
+    assert STRUCTS["values_t"]._fields_ == names and CALLS["all_finite"] is STRUCTS["values_t"]
+    assert STRUCTS["norm_t"]._fields_[-2:] == [("x_stride", size), ("eps", scales)]
+    assert [name for name, _ in STRUCTS["kernels_t"]._fields_] == ["name", *CALLS, "read_memory"]
+    for name, kind in CALLS.items():
+        assert len(packer(kind)(*([0] * len(kind._fields_)))) == ctypes.sizeof(kind), name

@@ -21,7 +21,7 @@ from kernels.build import (
 from kernels.formats import FORMATS, FP8
 from kernels.native import KV_KINDS, Native, struct_of
 from kernels.reference import rope_angles
-from kernels.structs import CALLS, WeightStruct
+from kernels.structs import CALLS, STRUCTS
 from kernels.weight import Weight
 from snapshot.rope import plain_frequencies
 from tests.conftest import FIXTURES
@@ -39,9 +39,12 @@ OTHERS = ("f32", "bf16", "f16", "fp8-b128", "int4-g16", "int8-g96")
 
 # In the order of fixtures/neon_check.c.
 OPERATIONS = (
-    *("linear", "experts", "mla", "index_scores", "gated_mlp", "add_weighted", "rms_norm", "layer_norm", "rotate"),
-    *("route", "top_positions", "logprobs", "grouped_attention"),
+    *("linear", "experts", "mla", "index_scores", "gated_mlp", "add_weighted", "rms_norm", "layer_norm", "rope"),
+    *("route", "top_k_positions", "logprobs", "gqa"),
 )
+
+
+WEIGHT = STRUCTS["weight_t"]
 
 
 class Memory:
@@ -62,9 +65,9 @@ class Memory:
     def put_weights(self, weights):
         at = self.put(b"".join(bytes(struct_of(weight)) for weight in weights))
         for weight in weights:
-            self.point(at + WeightStruct.data.offset, self.put_tensor(weight.data))
+            self.point(at + WEIGHT.data.offset, self.put_tensor(weight.data))
             if weight.scales is not None:
-                self.point(at + WeightStruct.scales.offset, self.put_tensor(weight.scales))
+                self.point(at + WEIGHT.scales.offset, self.put_tensor(weight.scales))
             at += len(bytes(struct_of(weight)))
         return at - len(weights) * len(bytes(struct_of(weights[0])))
 
@@ -168,7 +171,7 @@ def add_experts(memory, native):
                 numbers = dict(experts=len(experts), count=18, hidden=hidden, width=width)
                 memory.call(
                     f"experts {name} {hidden} {width} {factor}", "experts", expected, x=x, starts=starts, rows=rows,
-                    shares=shares, matrices=[matrix for three in experts for matrix in three], **numbers,
+                    topk_weights=shares, matrices=[matrix for three in experts for matrix in three], **numbers,
                 )  # fmt: skip
 
 
@@ -197,8 +200,8 @@ def add_attention(memory, native):
                     )  # fmt: skip
 
 
-def add_grouped_attention(memory, native):
-    """The families that keep keys and values: attention, rotation by halves, softmax router, clamped gates."""
+def add_gqa(memory, native):
+    """The families that keep keys and values: GQA, RoPE by halves, the softmax router, clamped SwiGLU."""
     for H, G, D, V, T, S, window in ((8, 2, 64, 48, 5, 40, 7), (5, 1, 20, 9, 1, 30, 0)):
         for dtype in (torch.float32, torch.bfloat16):
             queries, sinks = randn(T, H, D), randn(H, seed=1)
@@ -206,22 +209,22 @@ def add_grouped_attention(memory, native):
             expected = native.grouped_attention(queries, keys, values, S - T, window, sinks, 0.3)
             sizes = dict(count=T, position=S - T, window=window, heads=H, groups=G, width=D, value=V, scale=0.3)
             tensors = dict(queries=queries, keys=keys, values=values, sinks=sinks, kind=int(dtype == torch.bfloat16))
-            memory.call(f"grouped {H} {dtype}", "grouped_attention", expected, **sizes, **tensors)
+            memory.call(f"grouped {H} {dtype}", "gqa", expected, **sizes, **tensors)
     x, (cos, sin) = randn(9, 3, 50), rope_angles(torch.arange(9), plain_frequencies(1e4, 16))
-    expected = {"x": native.rotate_halves(x.clone(), 20, cos, sin)}
+    expected = {"x": native.apply_rope(x.clone(), 20, cos, sin, interleaved=False)}
     numbers = dict(rows=9, heads=3, width=50, first=20, rotary=16, halves=1)
-    memory.call("rotate halves", "rotate", expected, x=x, cos=cos, sin=sin, **numbers)
+    memory.call("rope halves", "rope", expected, x=x, cos=cos, sin=sin, **numbers)
     logits = odd_rows(96).clamp(-60, 60)
-    chosen, weights = native.route_softmax(logits, 6, True, 1.0)
+    topk_ids, weights = native.route_softmax(logits, 6, True, 1.0)
     sizes = dict(rows=20, experts=96, active=6, groups=1, active_groups=1, scaling=1.0, normalize=1)
-    memory.call("softmax", "route", {"chosen": chosen, "weights": weights}, logits=logits, bias=None, **sizes)
-    experts, gates = clamped_case(FORMATS["mxfp4"])
+    memory.call("softmax", "route", {"topk_ids": topk_ids, "weights": weights}, logits=logits, bias=None, **sizes)
+    experts, swiglu = clamped_case(FORMATS["mxfp4"])
     x, starts, rows, shares = randn(18, 96) / 9, torch.tensor([0, 1, 1, 18, 20, 23]), torch.arange(23) % 18, randn(23)
-    expected = native.add_experts(torch.zeros_like(x), x, experts, starts, rows, shares, gates)
-    biases = dict(gate_bias=gates.gate_bias, up_bias=gates.up_bias, down_bias=gates.down_bias)
+    expected = native.add_experts(torch.zeros_like(x), x, experts, starts, rows, shares, swiglu)
+    biases = dict(gate_bias=swiglu.gate_bias, up_bias=swiglu.up_bias, down_bias=swiglu.down_bias)
     matrices = [matrix for three in experts for matrix in three]
-    numbers = dict(experts=5, count=18, hidden=96, width=64, limit=gates.limit, alpha=gates.alpha)
-    tensors = dict(x=x, starts=starts, rows=rows, shares=shares, matrices=matrices)
+    numbers = dict(experts=5, count=18, hidden=96, width=64, limit=swiglu.limit, alpha=swiglu.alpha)
+    tensors = dict(x=x, starts=starts, rows=rows, topk_weights=shares, matrices=matrices)
     memory.call("clamped", "experts", expected, **tensors, **biases, **numbers)
 
 
@@ -249,11 +252,11 @@ def add_rows(memory, native):
         memory.call(f"layer_norm {columns}", "layer_norm", expected, x=x, weight=weight, bias=bias, **shape)
         rows, shares = torch.arange(20) * 7 % 5, randn(20, seed=3)
         expected = native.add_weighted(added[:5].clone(), x, rows, shares)
-        places = dict(outputs=x, shares=shares, rows=rows, out=added[:5])
-        memory.call(f"add_weighted {columns}", "add_weighted", expected, count=20, columns=columns, **places)
+        fields = dict(outputs=x, topk_weights=shares, rows=rows, out=added[:5])
+        memory.call(f"add_weighted {columns}", "add_weighted", expected, count=20, columns=columns, **fields)
     x, (cos, sin) = randn(9, 3, 50), rope_angles(torch.arange(9), plain_frequencies(1e4, 16))
-    expected = {"x": native.rotate(x.clone(), 20, cos, sin)}
-    memory.call("rotate", "rotate", expected, x=x, cos=cos, sin=sin, rows=9, heads=3, width=50, first=20, rotary=16)
+    expected = {"x": native.apply_rope(x.clone(), 20, cos, sin)}
+    memory.call("rope", "rope", expected, x=x, cos=cos, sin=sin, rows=9, heads=3, width=50, first=20, rotary=16)
     for fmt in ("int4-g64", "bf16"):
         [gate, up, down] = [weights_of(FORMATS[fmt], *shape)[0] for shape in ((70, 100), (70, 100), (100, 70))]
         for count in (1, 20):
@@ -267,15 +270,15 @@ def add_rows(memory, native):
 def add_choices(memory, native):
     logits, bias = odd_rows(96).clamp(-60, 60), randn(96, seed=7) / 10
     for groups, open_groups, mass in ((1, 1, 0.0), (8, 3, 0.7)):
-        chosen, weights = native.route(logits, bias, 6, groups, open_groups, True, 2.5, mass)
+        topk_ids, weights = native.route(logits, bias, 6, groups, open_groups, True, 2.5, mass)
         sizes = dict(rows=20, experts=96, active=6, groups=groups, active_groups=open_groups)
         memory.call(
-            f"route {groups}", "route", {"chosen": chosen, "weights": weights}, logits=logits, bias=bias,
+            f"route {groups}", "route", {"topk_ids": topk_ids, "weights": weights}, logits=logits, bias=bias,
             mass=mass, scaling=2.5, normalize=1, **sizes,
         )  # fmt: skip
     scores = odd_rows(500)
-    expected = {"chosen": native.top_positions(scores, 300, 40)}
-    memory.call("top", "top_positions", expected, scores=scores, rows=20, positions=500, first=300, topk=40)
+    expected = {"selected": native.top_k_positions(scores, 300, 40)}
+    memory.call("top", "top_k_positions", expected, scores=scores, rows=20, positions=500, first=300, topk=40)
     for vocab in (7, 500):
         logits, targets = (odd_rows(vocab) if vocab > 200 else randn(20, vocab)) * 9, torch.arange(20) % vocab
         logprobs, best = native.logprobs(logits, targets)
@@ -312,7 +315,7 @@ def memory(emulate):
     except NoCompiler as error:
         pytest.skip(str(error))
     out = Memory()
-    adders = add_linears, add_odd_numbers, add_experts, add_attention, add_grouped_attention, add_indexer, add_rows
+    adders = add_linears, add_odd_numbers, add_experts, add_attention, add_gqa, add_indexer, add_rows
     for add in (*adders, add_choices):
         add(out, native)
     return out

@@ -56,13 +56,13 @@ def test_norm_of_a_sum(kernels):  # noqa: F811
 @pytest.mark.parametrize(
     ("shape", "first", "rotary"), [((7, 3, 20), 12, 8), ((1, 64, 256), 192, 64), ((300, 130), 0, 128), ((5, 9), 3, 2)]
 )
-def test_rotate(kernels, shape, first, rotary):  # noqa: F811
+def test_rope(kernels, shape, first, rotary):  # noqa: F811
     """To the last bit what torch gives; other columns stay."""
     x, (cos, sin) = randn(*shape), reference.rope_angles(torch.arange(3, 3 + shape[0]), plain_frequencies(1e4, rotary))
     expected = x.clone()
     expected[..., first : first + rotary] = reference.rope_interleaved(x[..., first : first + rotary], cos, sin)
-    assert torch.equal(reference.rotate(x.clone(), first, cos, sin), expected)
-    assert torch.equal(same(kernels, lambda native: native.rotate(x.clone(), first, cos, sin)), expected)
+    assert torch.equal(reference.apply_rope(x.clone(), first, cos, sin), expected)
+    assert torch.equal(same(kernels, lambda native: native.apply_rope(x.clone(), first, cos, sin)), expected)
 
 
 ROUTERS = [(1, 1, 1, 1), (24, 4, 1, 1), (256, 8, 1, 1), (64, 6, 8, 3), (16, 3, 16, 5), (9, 9, 1, 1), (5, 8, 1, 1)]
@@ -119,11 +119,11 @@ def test_top_positions(kernels, rows, positions, topk):  # noqa: F811
     odd = plain.clone()
     odd[:, ::7], odd[:, ::11], odd[:, 1::13] = INF, -INF, -0.0
     for scores in (plain, coarse, odd, coarse.relu(), torch.zeros_like(plain), plain * 1e-42):
-        expected = reference.top_positions(scores, first, topk)
-        got = same(kernels, lambda native, scores=scores: native.top_positions(scores, first, topk))
+        expected = reference.top_k_positions(scores, first, topk)
+        got = same(kernels, lambda native, scores=scores: native.top_k_positions(scores, first, topk))
         assert torch.equal(got, expected)
-        few = reference.top_positions(scores, 0, topk)  # rows that see less than topk
-        assert torch.equal(same(kernels, lambda native, scores=scores: native.top_positions(scores, 0, topk)), few)
+        few = reference.top_k_positions(scores, 0, topk)  # rows that see less than topk
+        assert torch.equal(same(kernels, lambda native, scores=scores: native.top_k_positions(scores, 0, topk)), few)
         assert few[0].tolist() == [0] + [-1] * (topk - 1)
 
 
@@ -132,7 +132,7 @@ def test_a_score_that_is_no_number_chooses_nothing_and_is_seen(kernels):  # noqa
     scores[1, 47], scores[0, 49] = NAN, NAN  # row 0 does not see the last position
     queries, kv_b, latents, rope_keys = attention_case(3, 16, 8, 20, 24, 50, 3, FORMATS["f32"])
     for native in (*kernels.values(), reference):
-        chosen = native.top_positions(scores, 47, 5)
+        chosen = native.top_k_positions(scores, 47, 5)
         assert (chosen[1] == -1).all() and (chosen[[0, 2]] >= 0).all()
         out = native.absorbed_attention(queries, kv_b, latents, rope_keys, 47, chosen, 20, 0.2)
         assert out[1].isnan().all() and out[[0, 2]].isfinite().all()
