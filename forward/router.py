@@ -21,9 +21,10 @@ def route(config: ModelConfig, weights: MoeWeights, x: Tensor) -> tuple[Tensor, 
     weighting = config.normalize_weights, config.routed_scaling, config.expert_mass
     if config.router == "softmax":
         return dispatch.route_softmax(logits, config.num_active_experts, *weighting)
-    groups = config.num_groups, config.num_active_groups
     assert weights.router_bias is not None  # every sigmoid router has one
-    return dispatch.route(logits, weights.router_bias, config.num_active_experts, *groups, *weighting)
+    return dispatch.route(
+        logits, weights.router_bias, config.num_active_experts, config.num_groups, config.num_active_groups, *weighting
+    )
 
 
 def count_rows(experts: list[int], starts: Tensor) -> dict[int, int]:
