@@ -9,17 +9,16 @@ import time
 import pytest
 
 from tests.conftest import ROOT
-from tests.support.server_process import CHAT, COMPLETIONS, SINGLE_THREAD, ServerProcess, chat, complete, wait_for
-
-CONTEXT = 512
-
-
-@pytest.fixture(scope="module")
-def server():
-    server = ServerProcess(CTX=CONTEXT, **SINGLE_THREAD)
-    yield server
-    assert server.stop() == 0
-    assert not [line for line in server.lines if "Error" in line or "Traceback" in line]
+from tests.support.server_process import (
+    CHAT,
+    COMPLETIONS,
+    CONTEXT,
+    SINGLE_THREAD,
+    ServerProcess,
+    chat,
+    complete,
+    wait_for,
+)
 
 
 def send_raw(server, data):

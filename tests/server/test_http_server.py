@@ -10,23 +10,14 @@ from modes.serve import KV_SHARE, open_server
 from server.transport.http_server import open_socket
 from settings import EMBEDDED_SNAPSHOT, Settings
 from snapshot.config import read_config
-from tests.support.server_process import CHAT, COMPLETIONS, SINGLE_THREAD, ServerProcess, complete
+from tests.support.server_process import CHAT, COMPLETIONS, CONTEXT, complete
 from text.prompt import PromptPrefix
 from text.tokenizer import TextTokenizer
 
 CONFIG = read_config(EMBEDDED_SNAPSHOT)[0]
 TOKENIZER = TextTokenizer(EMBEDDED_SNAPSHOT, CONFIG)
 PREFIX = PromptPrefix(CONFIG, TOKENIZER, enabled=True)
-CONTEXT = 512
 MESSAGES = [{"role": "user", "content": "Who art thou?"}]
-
-
-@pytest.fixture(scope="module")
-def server():
-    server = ServerProcess(CTX=CONTEXT, **SINGLE_THREAD)
-    yield server
-    assert server.stop() == 0
-    assert not [line for line in server.lines if "Error" in line or "Traceback" in line]
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ from tests.support.forked import environment, forker, start_colibri
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 # On two shared cores one thread is faster than two that wait for each other.
 SINGLE_THREAD = {"THREADS": 1}
+CONTEXT = 512  # CTX of most servers here
 
 
 def wait_for(condition, seconds=10):
