@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from forward.kv_cache import kv_cache_bytes, make_kv_cache
+from forward.kv_cache import GqaKvCache, kv_cache_bytes, make_kv_cache
 from forward.step import step
 from tests.conftest import FIXTURES, reference
 
@@ -44,6 +44,16 @@ def test_the_mtp_layer_has_latents_and_index_keys_of_its_own(model):
     assert [len(part) for part in cached] == [2, 2]
     assert len(kv.append_index(config.num_layers, torch.ones(2, config.index_head_dim))) == 2
     assert 2 not in kv.index_rows  # a shared layer
+
+
+def test_gqa_holds_keys_and_values(load):
+    config = load(FIXTURES / "mixtral").config
+    kv = make_kv_cache(config, 8)
+    assert isinstance(kv, GqaKvCache) and [tensor.shape[2] for tensor in kv.tensors] == list(config.kv_widths)
+    keys, values = (torch.full((2, width), value) for width, value in zip(config.kv_widths, (1.0, 2.0), strict=True))
+    cached = kv.append(1, keys, values)
+    assert torch.equal(cached[0], keys) and torch.equal(cached[1], values)
+    assert torch.equal(kv.keys[1, :2], keys) and torch.equal(kv.values[1, :2], values)
 
 
 def test_num_bytes_are_those_allocated(model):
