@@ -8,16 +8,20 @@ prefilled once. Texts that do not fit CTX are truncated on the left, with a noti
 import queue
 import time
 from dataclasses import dataclass
+from typing import Any
 
 from errors import Refused
 from generate import scheduler as scheduling
 from generate.request import Finished, NewToken
 from generate.scheduler import Scheduler
-from generate.score import ScoreRequest, score_requests
+from generate.score import Score, ScoreRequest, score_requests
+from load.model import LoadedModel, OpenedSnapshot
 from machine.console import say
 from modes.score import ScoreFileReader
+from settings import Settings
 from text.detokenizer import Detokenizer
 from text.prompt import all_stop_ids, positions_needed
+from text.tokenizer import TextTokenizer
 
 PROGRESS_SECONDS = 5.0
 DEFAULT_ANSWER = 256  # tokens, where a task gives no length; the default of lm_eval
@@ -35,7 +39,7 @@ class EvaluationOptions:
     top_k: int = 0
 
     @staticmethod
-    def read(kwargs):
+    def read(kwargs: dict[str, Any]) -> "EvaluationOptions":
         """A task's generation_kwargs -> EvaluationOptions. Refused for unknown keys, which might change the answer."""
         kwargs = dict(kwargs)
         until = kwargs.pop("until", None) or []
@@ -61,27 +65,28 @@ class EvaluationOptions:
 class Evaluation:
     """Evaluation of one snapshot. Encoding needs its headers alone, everything else the model that `load` sets."""
 
-    def __init__(self, settings, opened):
-        self.settings, self.context = settings, opened.context
+    def __init__(self, settings: Settings, opened: OpenedSnapshot):
+        self.settings = settings
+        self.context = opened.context
         self.reader = ScoreFileReader(settings, opened)
-        self.tokenizer = self.reader.tokenizer
-        if self.tokenizer is None:
+        if self.reader.tokenizer is None:
             raise Refused(f"{opened.folder}: has no tokenizer.json; an evaluation is made of texts")
+        self.tokenizer: TextTokenizer = self.reader.tokenizer
         # Every text begins with the family's prefix, truncated or not.
         self.prefix = self.reader.prefix.ids
         self.start = self.prefix or first_token(self.tokenizer, opened)  # stands for an empty context
         self.stop_ids = all_stop_ids(opened.config, self.tokenizer)
         self.num_cut = 0  # texts truncated on the left since the last notice
         self.all_cut = 0  # and since the start
-        self.loaded = None
+        self.loaded: LoadedModel | None = None
 
-    def load(self, loaded):
+    def load(self, loaded: LoadedModel) -> None:
         """Set the loaded model, whose memory plan gives the number of KV caches."""
         self.loaded = loaded
 
     # --- texts -> ids -------------------------------------------------------------------------------------------------
 
-    def pair(self, context, continuation):
+    def pair(self, context: str, continuation: str) -> ScoreRequest:
         """Two texts -> ScoreRequest of at most CTX + 1 ids. An empty context becomes the prefix, or else one token."""
         if context:
             context_ids, ids = self.reader.encode_pair(context, continuation)
@@ -91,7 +96,7 @@ class Evaluation:
                 ids = ids[len(self.start) :]
         return ScoreRequest(tuple(self.fit(context_ids, self.context + 1 - len(ids), "continuation")), tuple(ids))
 
-    def fit(self, ids, room, what):
+    def fit(self, ids: list[int], room: int, what: str) -> list[int]:
         """A context -> at most `room` ids: the prefix, and the last tokens of the context."""
         ids = list(self.reader.prefix.prepend(ids) or self.start)
         least = max(len(self.prefix), 1)
@@ -103,7 +108,7 @@ class Evaluation:
         kept = room - len(self.prefix)
         return self.prefix + ids[len(ids) - kept :]
 
-    def windows(self, text):
+    def windows(self, text: str) -> list[ScoreRequest]:
         """A whole text -> ScoreRequests that score each of its tokens once. If longer than CTX, every window but the
         first begins with the last token of the one before, and the last one is as long as the others."""
         ids = self.tokenizer.encode(text)
@@ -124,13 +129,13 @@ class Evaluation:
 
     # --- log-likelihoods ----------------------------------------------------------------------------------------------
 
-    def loglikelihood(self, pairs):
+    def loglikelihood(self, pairs: list[tuple[str, str]]) -> list[tuple[float, bool]]:
         """[(context, continuation), ...] -> [(log-likelihood, whether greedy decoding would write it), ...]"""
         requests = [self.pair(context, continuation) for context, continuation in pairs]
         self.say_cut("contexts")
         return [(score.logprob, score.greedy) for score in self.score(requests)]
 
-    def loglikelihood_rolling(self, texts):
+    def loglikelihood_rolling(self, texts: list[str]) -> list[float]:
         """Texts -> the log-likelihood of each, from its first token on."""
         windows = [self.windows(text) for text in texts]
         if several := sum(len(of_text) > 1 for of_text in windows):
@@ -138,7 +143,7 @@ class Evaluation:
         scores = iter(self.score([request for of_text in windows for request in of_text]))
         return [sum(next(scores).logprob for _ in of_text) for of_text in windows]
 
-    def score(self, requests):
+    def score(self, requests: list[ScoreRequest]) -> list[Score]:
         """-> Scores in the order of the requests."""
         progress, scores = EvaluationProgress("score", len(requests)), {}
         most = self.context * self.loaded.plan.kv_slots
@@ -149,7 +154,7 @@ class Evaluation:
 
     # --- answers ------------------------------------------------------------------------------------------------------
 
-    def generate(self, requests):
+    def generate(self, requests: list[tuple[str, EvaluationOptions]]) -> list[str]:
         """[(context, EvaluationOptions), ...] -> texts. A repeated request is sampled with another seed."""
         prompts, rows, asked = [], [], {}
         for context, options in requests:
@@ -176,7 +181,7 @@ class Evaluation:
             scheduler.close()
         return [answers[index] for index in range(len(requests))]
 
-    def request(self, prompt, options, row):
+    def request(self, prompt: list[int], options: EvaluationOptions, row: int) -> scheduling.Request:
         return scheduling.Request(
             tuple(prompt),
             max_tokens=options.max_tokens,
@@ -187,7 +192,7 @@ class Evaluation:
             stop_ids=self.stop_ids,
         )
 
-    def render_chat(self, messages, add_generation_prompt=True):
+    def render_chat(self, messages: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """Messages -> the text of the snapshot's chat template. Without a generation prompt the last message is one
         to be continued: the text that the template appends is removed."""
         text = self.tokenizer.render_chat(messages, self.settings.think, add_generation_prompt=add_generation_prompt)
@@ -196,7 +201,7 @@ class Evaluation:
         last = messages[-1]["content"].strip()
         return text[: text.rindex(last) + len(last)]
 
-    def say_cut(self, what):
+    def say_cut(self, what: str) -> None:
         if self.num_cut:
             say(f"[truncated] {self.num_cut} {what} were cut on the left to fit CTX={self.context}; raise CTX")
         self.num_cut, self.all_cut = 0, self.all_cut + self.num_cut
@@ -205,11 +210,15 @@ class Evaluation:
 class AnswerReader:
     """Listener of one answer: collects its text and cancels the job at the first of the `until` strings."""
 
-    def __init__(self, index, tokenizer, until, done):
-        self.index, self.until, self.done = index, until, done
-        self.stream, self.answer, self.error = Detokenizer(tokenizer), None, None
+    def __init__(self, index: int, tokenizer: TextTokenizer, until: tuple[str, ...], done: "queue.SimpleQueue"):
+        self.index = index
+        self.until = until
+        self.done = done  # gets this reader at the end
+        self.stream = Detokenizer(tokenizer)
+        self.answer: str | None = None
+        self.error: str | None = None
 
-    def __call__(self, event):
+    def __call__(self, event: object) -> None:
         if isinstance(event, NewToken) and self.answer is None:
             self.stream.add_token(event.id)
             self.answer = cut_at(self.stream.text, self.until)
@@ -224,13 +233,13 @@ class AnswerReader:
             self.done.put(self)
 
 
-def cut_at(text, until):
+def cut_at(text: str, until: tuple[str, ...]) -> str | None:
     """The text before the first of the strings, None where none of them occurs."""
     found = [at for at in map(text.find, until) if at >= 0]
     return text[: min(found)] if found else None
 
 
-def first_token(tokenizer, opened):
+def first_token(tokenizer: TextTokenizer, opened: OpenedSnapshot) -> list[int]:
     """The id that stands for an empty context of a family without prefix: bos_token, or else eos_token."""
     for key in ("bos_token", "eos_token"):
         if (token := tokenizer.special_tokens.get(key)) and (ids := tokenizer.find_ids([token])):
@@ -243,11 +252,13 @@ def first_token(tokenizer, opened):
 class EvaluationProgress:
     """A line on stderr every few seconds."""
 
-    def __init__(self, what, total):
-        self.what, self.total, self.started = what, total, time.perf_counter()
+    def __init__(self, what: str, total: int):
+        self.what = what
+        self.total = total
+        self.started = time.perf_counter()
         self.last_notice = self.started
 
-    def __call__(self, done):
+    def __call__(self, done: int) -> None:
         now = time.perf_counter()
         if now - self.last_notice > PROGRESS_SECONDS:
             self.last_notice = now
