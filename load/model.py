@@ -128,7 +128,7 @@ def load_model(settings: "Settings", opened: OpenedSnapshot | None = None) -> Lo
         MemoryGuard(plan.budget_bytes),
     )
     opened.resources.callback(experts.close)
-    weights = opened.dense.load(opened.reader, settings.dense_bits, settings.exact)
+    weights = opened.dense.load_weights(opened.reader, settings.dense_bits, settings.exact)
     model = Model(config, weights, experts, plan.prefill_chunk, trace=trace)
     usage = history = None
     if settings.usage and config.sparse_layers:

@@ -24,7 +24,7 @@ from snapshot.weights import ModelWeights, MtpWeights, bind_layer
 
 
 class DenseTensors:
-    """The dense tensors as stored; `load` reads them. with_mtp: those of the MTP layer too, if it is complete."""
+    """The dense tensors as stored, with `load_weights`. with_mtp: those of the MTP layer too, if it is complete."""
 
     def __init__(self, config: ModelConfig, family: Family, index: TensorIndex, with_mtp: bool = False):
         self.config, self.family, self.index = config, family, index
@@ -140,7 +140,7 @@ class DenseTensors:
         floats = sum(4 * entry.num_bytes // entry.item_bytes for entry in self.floats.values())
         return self.arena_bytes(bits) + floats
 
-    def load(self, reader: FileReader, bits: int, exact: bool = False) -> ModelWeights:
+    def load_weights(self, reader: FileReader, bits: int, exact: bool = False) -> ModelWeights:
         """Read everything in file order and bind it."""
         # 1) read
         loaded: dict[str, Weight | Tensor] = {}
@@ -205,7 +205,7 @@ def read_stored_weight(
 
 
 def read_quantized(reader: FileReader, stored: StoredWeight, buffer: Tensor, bits: int, exact: bool = False) -> Weight:
-    """A matrix quantized into `buffer` while it is read, in blocks of rows: in float32 a head alone is gigabytes."""
+    """A matrix quantized into `buffer` while it is read, in blocks of rows: in float32 an lm_head would take gigabytes."""
     weight = packed_view(buffer, integer_format(bits), stored.rows, stored.columns, exact)
     for start, stop in row_blocks(stored.rows, stored.columns):
         quantize_rows(weight, start, read_stored_weight(reader, stored.slice_rows(start, stop)).dequantize())

@@ -132,7 +132,7 @@ def read_index(folder: Path) -> TensorIndex:
         for name, entry in found.items():
             if name in entries:
                 both = f"{entries[name].path.name} and {path.name}"
-                raise Refused(f"{folder}: tensor {shorten(name)} stands in both {both}; remove one of them")
+                raise Refused(f"{folder}: tensor {shorten(name)} is in both {both}; remove one of them")
             entries[name] = entry
     for name, file in weight_map.items():
         if name not in entries or entries[name].path.name != file:

@@ -80,7 +80,7 @@ def parse_json_object(data: bytes, subject: str) -> dict[str, Any]:
 
 
 class FileReader:
-    """Reads from the files of a snapshot, each opened once. Threads may share it. Close it when the model goes."""
+    """Reads from the files of a snapshot, each opened once. Threads may share it. Close it with the model."""
 
     def __init__(self, preadv: Callable[..., int] | None = None):
         self.preadv = preadv or os.preadv  # another in tests of read errors

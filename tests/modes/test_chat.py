@@ -305,7 +305,7 @@ def test_variables_of_other_modes_are_reported_as_ignored(run_chat):
 def test_bad_usage_is_one_line_and_exit_2_before_any_weight_is_read(
     run_chat, monkeypatch, tmp_path, arguments, variables, message
 ):
-    monkeypatch.setattr("snapshot.dense.DenseTensors.load", lambda *rest: pytest.fail("weights were read"))
+    monkeypatch.setattr("snapshot.dense.DenseTensors.load_weights", lambda *rest: pytest.fail("weights were read"))
     templates = {"bare": None, "failing": "{{ 1 / 0 }}", "silent": "{# nothing #}"}
     if variables.get("SNAP") in templates:
         template, variables = templates[variables["SNAP"]], {"SNAP": str(tmp_path / "snap"), "PREFIX": 0}

@@ -105,7 +105,7 @@ def test_a_tokenizer_without_the_markers_is_refused_before_any_weight_is_read(tm
         if token["content"] in MARKERS[:2]:
             token["content"] = token["content"].replace("python", "other")
     (folder / "tokenizer.json").write_text(json.dumps(raw))
-    monkeypatch.setattr("snapshot.dense.DenseTensors.load", lambda *rest: pytest.fail("weights were read"))
+    monkeypatch.setattr("snapshot.dense.DenseTensors.load_weights", lambda *rest: pytest.fail("weights were read"))
     monkeypatch.setattr("signal.signal", lambda *rest: None)
     monkeypatch.setenv("SNAP", str(folder))
     assert chat_cli.main(["--tools", "--prompt", "x"]) == 2

@@ -334,7 +334,7 @@ def test_bad_input_is_refused_before_any_weight_is_read(monkeypatch, tmp_path, c
 
     (tmp_path / "bad").write_text("{}")
     variables = {k: str(tmp_path / "bad") if v == "bad" else str(v) for k, v in variables.items()}
-    monkeypatch.setattr("snapshot.dense.DenseTensors.load", lambda *rest: pytest.fail("weights were read"))
+    monkeypatch.setattr("snapshot.dense.DenseTensors.load_weights", lambda *rest: pytest.fail("weights were read"))
     monkeypatch.setattr("signal.signal", lambda *rest: None)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)

@@ -179,7 +179,7 @@ def test_an_index_that_points_to_the_wrong_file(load, folder):
 
 def test_the_same_name_in_two_files(load, folder):
     shutil.copy(folder / "model.safetensors", folder / "other.safetensors")
-    refused(load, folder, r"stands in both model\.safetensors and other\.safetensors")
+    refused(load, folder, r"is in both model\.safetensors and other\.safetensors")
 
 
 @pytest.mark.parametrize("delta", [-1, -4096, 1, 4096])
