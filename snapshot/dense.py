@@ -205,7 +205,7 @@ def read_stored_weight(
 
 
 def read_quantized(reader: FileReader, stored: StoredWeight, buffer: Tensor, bits: int, exact: bool = False) -> Weight:
-    """A matrix quantized into `buffer` while it is read, in blocks of rows: in float32 an lm_head would take gigabytes."""
+    """A matrix quantized into `buffer` while it is read, in row blocks: an lm_head in float32 would take gigabytes."""
     weight = packed_view(buffer, integer_format(bits), stored.rows, stored.columns, exact)
     for start, stop in row_blocks(stored.rows, stored.columns):
         quantize_rows(weight, start, read_stored_weight(reader, stored.slice_rows(start, stop)).dequantize())
