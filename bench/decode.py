@@ -99,7 +99,7 @@ class AllCached:
     def __init__(self, cache):
         self.cache = cache
         self.prefetcher = PrefetchController("0", 1)
-        self.pool_index = cache.pool_index
+        self.pool_of = cache.pool_of
 
     def request(self, layer, uses, chunk_rows):
         self.batch = [(i, self.cache.cached[layer, expert][1]) for i, expert in enumerate(uses)]

@@ -136,7 +136,7 @@ class InferBench:
     def forget_experts(self):
         """None is in memory any more, nor in the page cache."""
         for key in list(self.experts.cached):
-            self.experts.free_slot(key, self.experts.evict(key))
+            self.experts.free_expert_slot(key, self.experts.evict(key))
         for layout in self.loaded.disk.layouts.values():
             for drive in self.loaded.disk.drives.usable:
                 drive.drop_from_page_cache(layout)

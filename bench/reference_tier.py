@@ -72,7 +72,9 @@ class ReferenceCache(ExpertCache):
         super().__init__(*args, **options)
         num_experts = self.disk.config.num_experts
         self.policies = [LruPolicy(pool.layers, num_experts, 0) for pool in self.pools]  # type: ignore[misc]  # duck
-        self.prefetcher = PrefetchController("0", len(self.pool_index))
+        for pool, policy in zip(self.pools, self.policies, strict=True):
+            self.policy_of |= dict.fromkeys(pool.layers, policy)
+        self.prefetcher = PrefetchController("0", len(self.pool_of))
 
     def request(self, layer: int, uses: dict[int, int], chunk_rows: int = 1) -> "ReferenceRequest":
         return ReferenceRequest(self, layer, uses, chunk_rows)

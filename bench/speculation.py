@@ -207,7 +207,7 @@ class SpeculationArm:
         """Run without counting. Where there is a slot for each expert all of them are read."""
         config = self.model.config
         if self.loaded.plan.num_expert_slots == self.loaded.plan.num_sparse_layers * config.num_experts:
-            for layer in self.model.experts.pool_index:
+            for layer in self.model.experts.pool_of:
                 with self.model.experts.request(layer, dict.fromkeys(range(config.num_experts), 1)) as request:
                     list(request.ready(0, config.num_experts))
         kv = make_kv_cache(config, len(prompt) + num_tokens)

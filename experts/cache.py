@@ -1,4 +1,4 @@
-"""ExpertCache: the slots that experts are read into, and their hits, misses, evictions and prefetches.
+"""ExpertCache: the expert slots in memory, and their hits, misses, evictions and prefetches.
 
 The forward pass requests expert ids and gets matrices; it never learns whether they came from memory or from disk, so
 the size of the cache changes speed and nothing else. Misses are read by reader threads, all at once, while cached
@@ -75,7 +75,9 @@ class ExpertCache:
         self.guard = guard
         self.pools = [ExpertSlotPool(of_size) for of_size in slots]
         self.policies = [EvictionPolicy(pool.layers, config.num_experts, floor) for pool in self.pools]
-        self.pool_index = {layer: i for i, pool in enumerate(self.pools) for layer in pool.layers}
+        of_pool = list(zip(self.pools, self.policies, strict=True))
+        self.pool_of = {layer: pool for pool, _ in of_pool for layer in pool.layers}
+        self.policy_of = {layer: policy for pool, policy in of_pool for layer in pool.layers}
         self.staging = torch.empty(disk.max_expert_bytes, dtype=torch.uint8) if disk.quantizes(bits) else None
         self.staging_lock = threading.Lock()
         self.cached: dict[ExpertKey, tuple[ExpertSlot, Matrices]] = {}
@@ -83,7 +85,7 @@ class ExpertCache:
         self.prefetches: dict[ExpertKey, ExpertRead] = {}  # started, not requested yet
         self.abandoned: dict[ExpertKey, ExpertRead] = {}  # in flight, no longer wanted
         self.open_request: ExpertRequest | None = None
-        self.prefetcher = PrefetchController(prefetch, len(self.pool_index))
+        self.prefetcher = PrefetchController(prefetch, len(self.pool_of))
         self.queue = ReadQueue(self.read_into_slot, max(MIN_DEPTH, disk.queue_depth))
         self.is_closed = False
         self.populate_thread = threading.Thread(target=self.populate, daemon=True, name="expert slots")
@@ -110,12 +112,6 @@ class ExpertCache:
         rows chose it}."""
         return ExpertRequest(self, layer, uses, chunk_rows)
 
-    def pool_of(self, layer: int) -> ExpertSlotPool:
-        return self.pools[self.pool_index[layer]]
-
-    def policy_of(self, layer: int) -> EvictionPolicy:
-        return self.policies[self.pool_index[layer]]
-
     # --- use counts ---------------------------------------------------------------------------------------------------
 
     def use_counts(self) -> dict[ExpertKey, float]:
@@ -124,25 +120,25 @@ class ExpertCache:
 
     def prime(self, counts: dict[ExpertKey, float]) -> None:
         """Start with the use counts of earlier runs."""
-        for i, policy in enumerate(self.policies):
-            policy.prime({key: uses for key, uses in counts.items() if self.pool_index[key[0]] == i})
+        for policy in self.policies:
+            policy.prime({key: uses for key, uses in counts.items() if self.policy_of[key[0]] is policy})
 
     def retract_uses(self, rejected: list[tuple[int, dict[int, int]]]) -> None:
         """Of the last request of each layer, {expert: rows} were draft tokens that were rejected: no uses."""
         for layer, uses in rejected:
-            self.policy_of(layer).retract_uses(layer, uses)
+            self.policy_of[layer].retract_uses(layer, uses)
 
     # --- slots --------------------------------------------------------------------------------------------------------
 
-    def allocate_slot(
+    def allocate_expert_slot(
         self, layer: int, protected: Collection[ExpertKey], below: float | None = None
     ) -> ExpertSlot | None:
         """A free slot, or that of the victim which is evicted: not one of `protected`, and with a score lower than
         `below`. None without any."""
-        pool = self.pool_of(layer)
+        pool = self.pool_of[layer]
         if pool.free:
             return pool.free.pop()
-        policy = self.policy_of(layer)
+        policy = self.policy_of[layer]
         victim = policy.victim(protected, layer)
         if victim is None or (below is not None and policy.score(victim) >= below):
             return None
@@ -150,20 +146,20 @@ class ExpertCache:
 
     def evict(self, key: ExpertKey) -> ExpertSlot:
         """Evict a cached expert -> its slot."""
-        self.policy_of(key[0]).evict(key)
+        self.policy_of[key[0]].evict(key)
         self.counters.evictions += 1
         return self.cached.pop(key)[0]
 
-    def free_slot(self, key: ExpertKey, expert_slot: ExpertSlot) -> None:
-        self.pool_of(key[0]).free.append(expert_slot)
+    def free_expert_slot(self, key: ExpertKey, expert_slot: ExpertSlot) -> None:
+        self.pool_of[key[0]].free.append(expert_slot)
 
     def admit(self, read: ExpertRead) -> None:
         """Cache the expert of a read that is done, or free its slot if it failed."""
         if read.error:
-            self.free_slot(read.key, read.expert_slot)
+            self.free_expert_slot(read.key, read.expert_slot)
             return
         self.cached[read.key] = read.expert_slot, read.value
-        self.policy_of(read.key[0]).admit(read.key)
+        self.policy_of[read.key[0]].admit(read.key)
         self.counters.bytes_read += self.disk.layouts[read.key].stored_bytes
 
     def adjust_to_memory(self, guard: MemoryGuard) -> None:
@@ -186,11 +182,11 @@ class ExpertCache:
 
     def check(self) -> None:
         """AssertionError if a slot was lost or is used twice; for tests, between requests."""
-        for i, pool in enumerate(self.pools):
+        for pool in self.pools:
             slots = [*pool.free, *pool.released]
-            slots += [expert_slot for key, (expert_slot, _) in self.cached.items() if self.pool_index[key[0]] == i]
+            slots += [expert_slot for key, (expert_slot, _) in self.cached.items() if self.pool_of[key[0]] is pool]
             reads = [*self.prefetches.values(), *self.abandoned.values()]
-            slots += [read.expert_slot for read in reads if self.pool_index[read.key[0]] == i]
+            slots += [read.expert_slot for read in reads if self.pool_of[read.key[0]] is pool]
             assert len(slots) == len(set(slots)) == pool.num_slots, f"{len(slots)} slots of {pool.num_slots}"
 
     # --- prefetch -----------------------------------------------------------------------------------------------------
@@ -200,7 +196,7 @@ class ExpertCache:
         that are needed now. Replaces the last prediction."""
         for key, read in list(self.prefetches.items()):
             if (key[0] != layer or key[1] not in uses) and self.queue.cancel(read):
-                self.free_slot(key, read.expert_slot)
+                self.free_expert_slot(key, read.expert_slot)
                 del self.prefetches[key]
         self.predicted = deque(((layer, expert), rows) for expert, rows in uses.items())
         if not (self.open_request and self.open_request.missing):
@@ -216,10 +212,10 @@ class ExpertCache:
         """Prefetch an expert that `rows` token rows may use; False if there is no slot for it."""
         if key in self.cached or key in self.prefetches or key in self.abandoned:
             return True
-        if len(self.prefetches) >= max(1, self.pool_of(key[0]).num_slots // PREFETCH_SHARE):
+        if len(self.prefetches) >= max(1, self.pool_of[key[0]].num_slots // PREFETCH_SHARE):
             return False
-        below = self.prefetcher.accuracy * self.policy_of(key[0]).score(key, rows)
-        expert_slot = self.allocate_slot(key[0], protected, below)
+        below = self.prefetcher.accuracy * self.policy_of[key[0]].score(key, rows)
+        expert_slot = self.allocate_expert_slot(key[0], protected, below)
         if expert_slot is None:
             return False
         self.prefetches[key] = ExpertRead(key, expert_slot, is_urgent=False)
@@ -248,7 +244,7 @@ class ExpertCache:
     def abandon(self, read: ExpertRead) -> None:
         """A read is no longer wanted."""
         if self.queue.cancel(read):
-            self.free_slot(read.key, read.expert_slot)
+            self.free_expert_slot(read.key, read.expert_slot)
         elif read.is_done:
             self.admit(read)
         else:
@@ -280,7 +276,7 @@ class ExpertCache:
     def read_into_slot(self, read: ExpertRead) -> Matrices:
         """Read one expert into its slot, in a reader thread -> (gate, up, down) as Weights over the arena."""
         layer, expert = read.key
-        memory = self.pool_of(layer).memory_of(read.expert_slot)
+        memory = self.pool_of[layer].memory_of(read.expert_slot)
         layout = self.disk.layouts[read.key]
         if self.bits == 16 or layout.is_packed:
             self.disk.read_expert(layer, expert, memory.numpy().data)

@@ -26,6 +26,7 @@ from snapshot.index import TensorIndex
 from snapshot.reader import PAGE, FileReader, align_to_page
 
 MATRICES = ("gate", "up", "down")
+Layers = Iterable[int] | None  # None: all
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +86,7 @@ class ExpertDisk:
     """
 
     def __init__(
-        self,
-        config: ModelConfig,
-        family: Family,
-        index: TensorIndex,
-        reader: FileReader,
-        layers: Iterable[int] | None = None,
+        self, config: ModelConfig, family: Family, index: TensorIndex, reader: FileReader, layers: Layers = None
     ) -> None:
         self.config = config
         self.family = family
@@ -117,7 +113,7 @@ class ExpertDisk:
         """Whether any expert is quantized at load for expert_bits=`bits`."""
         return bits < 16 and not all(layout.is_packed for layout in self.layouts.values())
 
-    def formats(self, layers: Iterable[int] | None = None) -> tuple[WeightFormat, ...]:
+    def formats(self, layers: Layers = None) -> tuple[WeightFormat, ...]:
         """The distinct formats of the routed experts of all or some layers, in order of appearance."""
         layers = self.layers if layers is None else layers
         layouts = (layout for (layer, _), layout in self.layouts.items() if layer in layers)

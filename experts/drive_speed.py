@@ -84,9 +84,6 @@ def find_rates(
     return rates, "measured now"
 
 
-# --- measuring --------------------------------------------------------------------------------------------------------
-
-
 def measure(drive: Drive, layouts: Sequence[ExpertLayout], seconds: float = PROBE_SECONDS) -> tuple[ReadRate, ...]:
     """Read random experts in each mode at each queue depth, in about `seconds` altogether.
 
@@ -135,9 +132,6 @@ def time_reads(drive: Drive, layouts: Sequence[ExpertLayout], buffers: Sequence[
         started = time.perf_counter()
         list(pool.map(read_share, range(depth)))
         return time.perf_counter() - started
-
-
-# --- remembering ------------------------------------------------------------------------------------------------------
 
 
 def measurement_key(drive: Drive, layouts: Sequence[ExpertLayout]) -> str:

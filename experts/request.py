@@ -25,7 +25,7 @@ class ExpertRequest:
         self.experts = list(uses)
         if cache.guard:
             cache.adjust_to_memory(cache.guard)
-        cache.policies[cache.pool_index[layer]].record_uses(layer, uses, chunk_rows)
+        cache.policy_of[layer].record_uses(layer, uses, chunk_rows)
         self.reads = cache.claim_prefetches(layer, uses)
         in_flight = {read.key for read in self.reads}
         keys = [(layer, expert) for expert in self.experts]
@@ -69,7 +69,7 @@ class ExpertRequest:
 
     def start_reads(self) -> None:
         """Start to read what is missing, as far as there are slots, then prefetches."""
-        while self.missing and (expert_slot := self.cache.allocate_slot(self.layer, self.needed)):
+        while self.missing and (expert_slot := self.cache.allocate_expert_slot(self.layer, self.needed)):
             self.reads.append(ExpertRead(self.missing.popleft(), expert_slot))
             self.cache.queue.submit(self.reads[-1])
         if self.cache.predicted and not self.missing:
@@ -93,7 +93,7 @@ class ExpertRequest:
         """All slots hold experts that are needed later: evict the one needed last, to be read again."""
         last = max(self.needed)
         self.needed.remove(last)
-        self.cache.free_slot(last, self.cache.evict(last))
+        self.cache.free_expert_slot(last, self.cache.evict(last))
         insort(self.missing, last)
         self.cache.counters.hits -= 1
         self.cache.counters.misses += 1

@@ -36,7 +36,7 @@ def prefetch_experts(model: Model, layer: int, residual: Tensor) -> None:
     """Prefetch the experts that a layer will probably request: those its router chooses for the residual [T, D] as it
     is now, without what comes in between. Nothing where the layer has no experts or prefetching does not pay."""
     cache = model.experts
-    is_sparse = layer in cache.pool_index and layer < model.config.num_layers
+    is_sparse = layer in cache.pool_of and layer < model.config.num_layers
     if not is_sparse or not cache.prefetcher.should_predict(len(residual)):
         return
     started = time.perf_counter()
