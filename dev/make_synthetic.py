@@ -35,7 +35,7 @@ from dev.synthetic.tensors import model_groups
 from dev.synthetic.text import topic_ids, uniform_ids
 from errors import Refused
 from kernels.formats import FORMATS, MXFP4
-from scripts.container import shard_num_bytes, write_shard
+from scripts.container import Shard
 from snapshot.config import parse_model_config
 from snapshot.config_fields import ConfigFields
 
@@ -87,11 +87,10 @@ def option(name):
 
 
 def plan_files(args, config, filler, rng):
-    """-> for each file its path, its tensors in groups, their parts, the metadata's formats, and its bytes."""
+    """-> for each file its tensors in groups, and its Shard."""
     for number, groups in enumerate(model_groups(config, ROUTINGS[args.routing], rng), 1):
-        path = args.out / f"model-{number:05d}-of-{args.layers + 1:05d}.safetensors"
-        parts, stamps = [filler.group_parts(group) for group in groups], filler.stamps(groups)
-        yield path, groups, parts, stamps, shard_num_bytes(path, parts, stamps, SOURCE)
+        name = f"model-{number:05d}-of-{args.layers + 1:05d}.safetensors"
+        yield groups, Shard(name, [filler.group_parts(group) for group in groups], filler.stamps(groups), SOURCE)
 
 
 def write_snapshot(args, config):
@@ -105,14 +104,14 @@ def write_snapshot(args, config):
     args.out.mkdir(parents=True, exist_ok=True)
     if list(args.out.glob("*.safetensors")):
         raise Refused(f"{args.out}: holds weights already; name another folder, or empty it")
-    total = sum(plan[-1] for plan in plan_files(args, config, filler, np.random.default_rng(0)))
+    total = sum(shard.num_bytes for _, shard in plan_files(args, config, filler, np.random.default_rng(0)))
     have = shutil.disk_usage(args.out).free
     if total > have:
         raise Refused(f"{args.out}: needs {total / 1e9:.1f} GB, the disk has {have / 1e9:.1f} GB left")
     started = time.perf_counter()
-    for path, groups, parts, stamps, _ in plan_files(args, config, filler, of_structure):
+    for groups, shard in plan_files(args, config, filler, of_structure):
         buffers = (buffer for group in groups for buffer in filler.group_buffers(group))
-        write_shard(path, parts, buffers, stamps, SOURCE, with_checksum=False)  # these files are never verified
+        shard.write(args.out, buffers, with_checksum=False)  # these files are never verified
     seconds = time.perf_counter() - started
     ids = (uniform_ids if args.routing == "uniform" else topic_ids)(args.vocab, args.prompt + args.tokens, of_text)
     (args.out / "ref_glm.json").write_text(json.dumps({"prompt_ids": ids[: args.prompt], "full_ids": ids}) + "\n")

@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -72,32 +73,55 @@ def with_padding(groups: Groups, stem: str) -> list[ContainerTensor]:
     return tensors
 
 
-def make_header(tensors: Sequence[ContainerTensor], metadata: dict[str, str]) -> bytes:
-    """The header of a safetensors file, padded with blanks so that the data begins at a page."""
-    table: dict[str, Any] = {"__metadata__": metadata}
-    at = 0
-    for tensor in tensors:
-        offsets = [at, at + tensor.num_bytes]
-        table[tensor.name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": offsets}
-        at += tensor.num_bytes
-    text = json.dumps(table, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % PAGE)
-    return len(text).to_bytes(8, "little") + text
+@dataclass(frozen=True)
+class Shard:
+    """One file of a container. formats: names of packed tensors, or their prefixes up to a dot -> format name."""
 
+    name: str
+    groups: Groups
+    formats: dict[str, str]
+    source: str = ""
 
-def make_metadata(formats: dict[str, str], source: str) -> dict[str, str]:
-    return {"format": "pt", FORMATS_KEY: json.dumps(formats), SOURCE: source, CHECKSUM: UNKNOWN}
+    @cached_property
+    def tensors(self) -> list[ContainerTensor]:
+        return with_padding(self.groups, Path(self.name).stem)
 
+    @cached_property
+    def header(self) -> bytes:
+        """The checksum is UNKNOWN. Padded with blanks so that the data begins at a page."""
+        metadata = {"format": "pt", FORMATS_KEY: json.dumps(self.formats), SOURCE: self.source, CHECKSUM: UNKNOWN}
+        table: dict[str, Any] = {"__metadata__": metadata}
+        at = 0
+        for tensor in self.tensors:
+            offsets = [at, at + tensor.num_bytes]
+            table[tensor.name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": offsets}
+            at += tensor.num_bytes
+        text = json.dumps(table, separators=(",", ":")).encode()
+        text += b" " * (-(8 + len(text)) % PAGE)
+        return len(text).to_bytes(8, "little") + text
 
-def shard_num_bytes(path: Path, groups: Groups, formats: dict[str, str], source: str = "") -> int:
-    """The size of the file that write_shard makes."""
-    data_bytes = sum(tensor.num_bytes for tensor in with_padding(groups, path.stem))
-    return len(shard_header(path, groups, formats, source)) + data_bytes
+    @property
+    def num_bytes(self) -> int:
+        return len(self.header) + sum(tensor.num_bytes for tensor in self.tensors)
 
-
-def shard_header(path: Path, groups: Groups, formats: dict[str, str], source: str = "") -> bytes:
-    """The header that write_shard makes, with the checksum UNKNOWN."""
-    return make_header(with_padding(groups, path.stem), make_metadata(formats, source))
+    def write(self, folder: Path, contents: Iterable[Tensor], with_checksum: bool = True) -> None:
+        """contents: the bytes of every tensor of the groups in their order, as contiguous torch tensors of any dtype;
+        taken one at a time, so a generator keeps memory small. OSError when the disk is full; the partial file stays
+        and the next call overwrites it."""
+        digest, remaining = hashlib.sha256(), iter(contents)
+        with atomic_write(folder / self.name, sync=True, keep_partial=True) as file:
+            file.write(self.header)
+            for tensor in self.tensors:
+                is_padding = tensor.name.startswith(PADDING)
+                data = memoryview(bytes(tensor.num_bytes)) if is_padding else bytes_of(next(remaining))
+                if len(data) != tensor.num_bytes:
+                    raise ValueError(f"{tensor.name} has {len(data)} bytes, {tensor.num_bytes} expected")
+                if with_checksum:
+                    digest.update(data)
+                file.write(data)
+            if with_checksum:
+                file.seek(0)
+                file.write(replace_checksum(self.header, digest.hexdigest()))
 
 
 def replace_checksum(header: bytes, digest: str) -> bytes:
@@ -105,37 +129,6 @@ def replace_checksum(header: bytes, digest: str) -> bytes:
     key = f'"{CHECKSUM}":"'.encode()
     before, found, after = header.partition(key)
     return before + found + digest.encode() + after[len(UNKNOWN) :] if found else header
-
-
-def write_shard(
-    path: Path,
-    groups: Groups,
-    contents: Iterable[Tensor],
-    formats: dict[str, str],
-    source: str = "",
-    with_checksum: bool = True,
-) -> None:
-    """Write one shard.
-
-    contents: the bytes of every tensor of the groups in their order, as contiguous torch tensors of any dtype; taken
-    one at a time, so a generator keeps memory small. formats: names of packed tensors, or their prefixes up to a
-    dot -> format name. OSError when the disk is full; the partial file stays and the next call overwrites it.
-    """
-    tensors, digest, remaining = with_padding(groups, path.stem), hashlib.sha256(), iter(contents)
-    header = make_header(tensors, make_metadata(formats, source))
-    with atomic_write(path, sync=True, keep_partial=True) as file:
-        file.write(header)
-        for tensor in tensors:
-            is_padding = tensor.name.startswith(PADDING)
-            data = memoryview(bytes(tensor.num_bytes)) if is_padding else bytes_of(next(remaining))
-            if len(data) != tensor.num_bytes:
-                raise ValueError(f"{tensor.name} has {len(data)} bytes, {tensor.num_bytes} expected")
-            if with_checksum:
-                digest.update(data)
-            file.write(data)
-        if with_checksum:
-            file.seek(0)
-            file.write(replace_checksum(header, digest.hexdigest()))
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

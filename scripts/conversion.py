@@ -12,14 +12,7 @@ from errors import Refused, printable
 from experts.disk import MATRICES, ExpertDisk
 from kernels.formats import DTYPES, FORMATS, MXFP4, WeightFormat
 from kernels.quantize import SEARCH_STEPS, quantize, row_blocks
-from scripts.container import (
-    PADDING,
-    ContainerTensor,
-    make_tensor,
-    shard_header,
-    shard_num_bytes,
-    weight_tensors,
-)
+from scripts.container import PADDING, ContainerTensor, Shard, make_tensor, weight_tensors
 from snapshot.config import read_config
 from snapshot.dense import DenseTensors, read_entry_bytes, read_stored_weight
 from snapshot.formats import FP8_SCALES, SCALES, StoredWeight, find_stored_weight
@@ -203,27 +196,15 @@ class Conversion:
         left_out = (PADDING,) if self.options.mtp else (PADDING, mtp_prefix)
         return [name for name in self.index.entries if name not in known and not name.startswith(left_out)]
 
-    def formats(self, shard: str) -> dict[str, str]:
-        """The formats in the metadata of a shard: names of packed matrices -> format names. Experts of one format have
-        one entry, under their shared prefix."""
+    def shard(self, name: str) -> Shard:
+        """Experts of one format have one entry in its formats, under their shared prefix."""
         formats: dict[str, str] = {}
-        for item in (item for group in self.shards[shard] for item in group.items):
+        for item in (item for group in self.shards[name] for item in group.items):
             if isinstance(item, ConvertedMatrix) and item.format.has_scales:
                 head, marker, _ = item.name.partition(".experts.")
                 if formats.setdefault(head + marker, item.format.name) != item.format.name:
                     formats[item.name] = item.format.name
-        return formats
-
-    def tensor_groups(self, shard: str) -> list[list[ContainerTensor]]:
-        return [group.tensors for group in self.shards[shard]]
-
-    def num_bytes(self, shard: str) -> int:
-        """The size of the file of a shard."""
-        return shard_num_bytes(Path(shard), self.tensor_groups(shard), self.formats(shard), self.source)
-
-    def header(self, shard: str) -> bytes:
-        """The header of a shard, its checksum UNKNOWN."""
-        return shard_header(Path(shard), self.tensor_groups(shard), self.formats(shard), self.source)
+        return Shard(name, [group.tensors for group in self.shards[name]], formats, self.source)
 
 
 def fingerprint(index: TensorIndex, reader: FileReader) -> str:

@@ -40,7 +40,7 @@ from errors import Refused, printable
 from kernels.formats import GROUPS
 from kernels.quantize import quantize_with_scales, row_blocks
 from machine.files import PARTIAL, atomic_write
-from scripts.container import CHECKSUM, UNKNOWN, replace_checksum, write_shard
+from scripts.container import CHECKSUM, UNKNOWN, Shard, replace_checksum
 from scripts.conversion import Conversion, ConversionOptions, ConvertedMatrix, Item
 from snapshot.dense import read_entry_bytes, read_stored_weight
 from snapshot.formats import find_stored_weight
@@ -98,37 +98,29 @@ class ConversionProgress:
 
 def convert(conversion: Conversion, out: Path, num_threads: int) -> int:
     """Write every shard that is not there yet -> bytes written."""
-    sizes = {shard: conversion.num_bytes(shard) for shard in conversion.shards}
     for path in out.glob("*.safetensors"):
-        if path.name not in sizes:
+        if path.name not in conversion.shards:
             raise Refused(f"{path}: is no file of this container; name an empty folder, or delete what is there")
     if os.path.lexists(out / INDEX_FILE):
         # The engine would read the files that it lists instead of those of the container.
         raise Refused(f"{out / INDEX_FILE}: belongs to another snapshot; name an empty folder, or delete what is there")
-    missing = [shard for shard in sizes if not is_written(conversion, out / shard)]
-    total = sum(sizes[shard] for shard in missing)
-    check_disk(out, total, sizes)
+    missing = [shard for shard in map(conversion.shard, conversion.shards) if not is_written(shard, out)]
+    total = sum(shard.num_bytes for shard in missing)
+    check_disk(out, total, conversion.shards)
     # A link to nothing is a broken download: read_file refuses it before anything is written.
     present = [name for name in COMPANIONS if os.path.lexists(conversion.folder / name)]
     companions = {name: read_file(conversion.folder / name) for name in present}
-    if len(missing) < len(sizes):
-        print(f"[convert] {len(sizes) - len(missing)} of {len(sizes)} files are there already", file=sys.stderr)
+    if num_present := len(conversion.shards) - len(missing):
+        print(f"[convert] {num_present} of {len(conversion.shards)} files are there already", file=sys.stderr)
     for name, data in companions.items():
         with atomic_write(out / name, keep_partial=True) as file:
             file.write(data)
     progress = ConversionProgress("convert", total)
     for shard in missing:
-        contents = in_threads(
-            lambda group: group.read_contents(conversion.reader), conversion.shards[shard], num_threads
-        )
-        write_shard(
-            out / shard,
-            conversion.tensor_groups(shard),
-            progress.count(contents, shard),
-            conversion.formats(shard),
-            conversion.source,
-        )
-        progress.shard_done(shard)
+        groups = conversion.shards[shard.name]
+        contents = in_threads(lambda group: group.read_contents(conversion.reader), groups, num_threads)
+        shard.write(out, progress.count(contents, shard.name))
+        progress.shard_done(shard.name)
     return total
 
 
@@ -166,18 +158,17 @@ def locked_folder(out: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def is_written(conversion: Conversion, path: Path) -> bool:
+def is_written(shard: Shard, out: Path) -> bool:
     """Whether the shard exists, by its size and its whole header. Refused for a file of another conversion."""
+    path = out / shard.name
     if not path.exists():
         return False
-    expected = conversion.header(path.name)
     with open(open_file(path), "rb") as file:
-        size, header = os.fstat(file.fileno()).st_size, file.read(len(expected))
-    if replace_checksum(header, UNKNOWN) != expected:
+        size, header = os.fstat(file.fileno()).st_size, file.read(len(shard.header))
+    if replace_checksum(header, UNKNOWN) != shard.header:
         raise Refused(f"{path}: is of another source or other options; name an empty folder, or delete what is there")
-    num_bytes = conversion.num_bytes(path.name)
-    if size != num_bytes:
-        raise Refused(f"{path}: has {size} bytes instead of {num_bytes}, it is damaged; delete it and start again")
+    if size != shard.num_bytes:
+        raise Refused(f"{path}: has {size} bytes instead of {shard.num_bytes}, it is damaged; delete it, then repeat")
     return True
 
 

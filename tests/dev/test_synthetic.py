@@ -19,6 +19,7 @@ from forward.kv_cache import make_kv_cache
 from forward.step import step, step_all
 from kernels.dispatch import gated_mlp
 from kernels.formats import FORMATS
+from scripts.container import Shard
 
 NAMES = "f32 f16 bf16 fp8-b128 int8-row int8-g64 int4-row int4-g64 int3-g64 int2-row int2-g64".split()
 # Sizes that are no multiples of 64 where a format allows it.
@@ -241,14 +242,14 @@ def test_bad_usage_is_refused(tmp_path, capsys):
     ],
 )
 def test_a_run_that_breaks_off_says_so_in_a_line(error, code, message, tmp_path, capsys, monkeypatch):
-    plain, folder = dev.make_synthetic.write_shard, tmp_path / "s"
+    plain, folder = Shard.write, tmp_path / "s"
 
-    def breaking_off(path, *rest, **options):
-        if "00002" in path.name:
+    def breaking_off(shard, *rest, **options):
+        if "00002" in shard.name:
             raise error
-        plain(path, *rest, **options)
+        plain(shard, *rest, **options)
 
-    monkeypatch.setattr(dev.make_synthetic, "write_shard", breaking_off)
+    monkeypatch.setattr(Shard, "write", breaking_off)
     assert main(["small", str(folder), *SMALL]) == code
     out, err = capsys.readouterr()
     assert out == "" and err.strip() == message.format(*[folder] * message.count("{}")) + " is unfinished, delete it"
