@@ -1,6 +1,6 @@
 """The reference expert cache that bench/streaming.py compares with: LRU per layer, reading and computing by turns.
 
-python bench/reference_tier.py      runs colibri.py with it; all variables hold, LOOKAHEAD and USAGE do nothing
+python bench/reference_tier.py      runs colibri.py with it, with all its variables but LOOKAHEAD and USAGE
 """
 
 import sys

@@ -26,7 +26,7 @@ from machine.memory import MemoryGuard
 from snapshot.config import ModelConfig
 
 MIN_DEPTH = 2  # reads in flight: they come in bursts, and one alone would leave the drive idle in between
-PREFETCH_SHARE = 4  # one slot in so many may hold a prefetch
+PREFETCH_SHARE = 4  # at most num_slots / 4 slots hold prefetches
 SLOTS_TO_RECLAIM = 3  # that memory must have room for before one released slot is reclaimed
 
 Matrices = tuple[Weight, ...]  # gate, up, down
@@ -54,7 +54,7 @@ class ExpertCache:
     """One thread requests; reader threads fill slots.
 
     slots: ExpertSlots of each size. floor: experts that each layer keeps. bits: of experts in float formats, which are
-    quantized at load below 16. exact: as of Weight. prefetch: the mode of PrefetchController. guard: None
+    quantized at load below 16. exact: see Weight. prefetch: the mode of PrefetchController. guard: None
     never releases slots.
     """
 
@@ -93,7 +93,7 @@ class ExpertCache:
         self.reset_counters()
 
     def reset_counters(self) -> None:
-        """Count from here on; cached experts stay."""
+        """Restart the counters; cached experts stay."""
         self.counters = CacheCounters()
         self.busy_before = self.queue.busy_seconds
 

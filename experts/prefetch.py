@@ -4,7 +4,7 @@ A wasted prefetch costs the drive time that a needed read would have had; a usef
 would have been idle. Both are measured for every prefetch, beside the time of predicting experts.
 """
 
-LONG_CHUNK = 32  # rows; a prediction for so many rows is hardly ever wrong
+LONG_CHUNK = 32  # rows; predictions for that many rows are hardly ever wrong
 TRIAL, PAUSE, MAX_PAUSE = 16, 32, 512  # tokens
 PREDICTIONS = 2  # of each layer: one layer ahead, and when it begins
 CARRY_OVER = 0.5  # of the balance, from one trial to the next

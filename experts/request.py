@@ -1,4 +1,4 @@
-"""ExpertRequest: the experts that one layer needs for one chunk, given out as they are cached or read."""
+"""ExpertRequest: the experts that one layer needs for one chunk, yielded as they are cached or read."""
 
 import time
 from bisect import insort

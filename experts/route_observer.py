@@ -1,4 +1,4 @@
-"""Route observers: they are told which experts the token rows of a forward pass use."""
+"""RouteObserver: receives which experts each token row of a forward pass uses."""
 
 from typing import Protocol
 
@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 class RouteObserver(Protocol):
-    """Whoever runs a forward pass owns its observer; the expert cache knows of none."""
+    """Owned by the caller of a forward pass."""
 
     def record(self, layer: int, uses: dict[int, int], chunk_rows: int, rows: Tensor) -> None:
         """A layer routed a chunk of `chunk_rows` token rows. uses: {expert, ascending: how many of the rows use it};

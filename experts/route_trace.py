@@ -69,7 +69,7 @@ class RouteTrace:
             self.file.truncate(end_of_last_line(self.file))
 
     def record(self, layer: int, uses: dict[int, int], chunk_rows: int, rows: Tensor | None = None) -> None:
-        """As of RouteObserver; the row numbers are not written."""
+        """See RouteObserver; the row numbers are not written."""
         experts = sorted(uses)
         line: list[Any] = [layer, chunk_rows, experts]
         if chunk_rows > 1:

@@ -1,7 +1,7 @@
 """UsageHistory: which experts a model uses, learned over its runs and kept in the user's cache folder.
 
 The history decays with a half-life of 8,192 tokens. A run starts with little of it, as if 16 tokens had used it: on
-another topic that does no harm, where the whole of it costs 7 points of the hit rate (measured on models/tiny over 100
+another topic that does no harm, where all of it costs 7 points of the hit rate (measured on models/tiny over 100
 tokens), and on the same topic it already helps. It is kept in usage/<identity of the model>.json of the cache folder:
 
     {"usage": 1, "layers": [3, 4, ...], "num_experts": 256, "tokens": 81234, "counts": {"3": [[7, 12.5], ...], ...}}
@@ -35,7 +35,7 @@ ROUTER_BYTES = 1 << 16  # enough of a router to tell two trainings of one archit
 MAX_FILE_BYTES = 4_000_000  # the largest model that is opened writes 2.2 MB
 MAX_C_ENGINE_BYTES = 16_000_000
 HALF_LIFE = 8192  # tokens
-PRIMED_TOKENS = 16  # a run starts with the uses of so many tokens
+PRIMED_TOKENS = 16  # a run starts with the uses of this many tokens
 LONG_RUN_USES = HALF_LIFE / math.log(2)  # limit of the count of an expert that every token uses
 MAX_USES = 2 * LONG_RUN_USES  # no count is near this
 MIN_USES = 0.001  # that are kept

@@ -128,7 +128,7 @@ def test_refused_direct_reads_are_not_measured(layouts, tmp_path):
 
 @pytest.fixture
 def measured(monkeypatch):
-    """Measuring gives RATES at once -> the list of drives that were measured; no model is too small for it."""
+    """Measuring returns RATES at once -> the list of measured drives; no model is too small to measure."""
     calls = []
     monkeypatch.setattr(drive_speed, "measure", lambda drive, layouts: calls.append(drive) or RATES)
     monkeypatch.setattr(drive_speed, "SMALL_BYTES", 0)
@@ -277,7 +277,7 @@ def test_a_drive_that_fails_is_excluded(layouts):
 
 @pytest.mark.parametrize("broken", ["snapshot", "mirror"])
 def test_many_threads_and_a_drive_that_breaks(mirror, monkeypatch, broken):
-    """Eight threads read all experts four times, and halfway one copy begins to give errors only."""
+    """Eight threads read all experts four times, and halfway one copy begins to fail every read."""
     monkeypatch.setattr(reader_module, "RETRY_PAUSES", (0, 0))
     bad = os.stat((mirror if broken == "mirror" else FIXTURES / NAME) / "model.safetensors")
     meet, halfway, is_met = threading.Barrier(8), threading.Event(), threading.Event()

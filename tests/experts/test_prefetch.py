@@ -96,7 +96,7 @@ def test_urgent_reads_go_before_prefetches():
 
 
 def run_controller(gain, loss):
-    """Run `auto` with prefetches that gain and lose so many seconds a token -> (whether it predicts, by token; it)."""
+    """Run `auto` with prefetches of this gain and loss in seconds a token -> (whether it predicts, by token; it)."""
     controller, predicts = PrefetchController("auto", 2), []
     for _ in range(400):
         answers = [controller.should_predict(1) for _ in range(2 * PREDICTIONS)]
