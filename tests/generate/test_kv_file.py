@@ -14,7 +14,7 @@ from generate.kv_file import KvFileStore
 from generate.request import Request, Started
 from generate.scheduler import Scheduler
 from tests.conftest import FIXTURES
-from tests.support.serving import NAME, PROMPT, alone, ask
+from tests.support.serving import NAME, PROMPT, reference_ids, submit
 
 FOLDER = FIXTURES / NAME
 
@@ -44,7 +44,7 @@ def saved_files(tmp_path):
 
 def turn(scheduler, ids, most=6, name="a"):
     """-> (tokens that were remembered, the ids with the answer)."""
-    heard = ask(scheduler, Request(tuple(ids), most, conversation=name)).wait()
+    heard = submit(scheduler, Request(tuple(ids), most, conversation=name)).wait()
     assert heard.reason() == "length"
     return heard.of(Started)[0].cached_tokens, [*ids, *heard.ids()]
 
@@ -64,7 +64,7 @@ def anew(begin, text, words, folder=FOLDER, **variables):
     cached, longer = turn(scheduler, [*text, 9])
     assert cached == 0 and [line for line in begin.said if words in line] and len(begin.said) == 1, begin.said
     scheduler.close()
-    assert longer == [*text, 9, *alone(scheduler.model, Request((*text, 9), 6))]
+    assert longer == [*text, 9, *reference_ids(scheduler.model, Request((*text, 9), 6))]
 
 
 def test_a_conversation_survives(begin, tmp_path):
@@ -76,7 +76,7 @@ def test_a_conversation_survives(begin, tmp_path):
     assert cached == 19  # another conversation may begin with what a slot holds
     scheduler.close()
     assert len(saved_files(tmp_path)) == 2 and all(path.stat().st_mode & 0o77 == 0 for path in saved_files(tmp_path))
-    assert longer == [*text, 7, *alone(scheduler.model, Request((*text, 7), 6))]
+    assert longer == [*text, 7, *reference_ids(scheduler.model, Request((*text, 7), 6))]
 
 
 @pytest.mark.parametrize("name", ["mixtral", "glm_moe_dsa", "glm_moe_dsa_dense"])

@@ -21,7 +21,7 @@ from generate.sequence import Prefill, Sequence
 from load.model import load_model, open_snapshot
 from settings import EMBEDDED_SNAPSHOT, Settings
 from tests.conftest import FIXTURES, read_json
-from tests.support.serving import NAME, PROMPT, SECONDS, VOCAB, EventRecorder, alone, ask, varied
+from tests.support.serving import NAME, PROMPT, SECONDS, VOCAB, EventRecorder, reference_ids, submit, varied_requests
 
 TINY = read_json(EMBEDDED_SNAPSHOT / "ref_glm.json")
 
@@ -30,7 +30,7 @@ TINY = read_json(EMBEDDED_SNAPSHOT / "ref_glm.json")
 def expected():
     """{request: its ids}, made once."""
     loaded = load_model(Settings.read([], {"SNAP": str(FIXTURES / NAME), "USAGE": "0", "DRAFT": "0"}))
-    yield {request: alone(loaded.model, request) for request in varied(9)}
+    yield {request: reference_ids(loaded.model, request) for request in varied_requests(9)}
     loaded.close()
 
 
@@ -40,10 +40,10 @@ def expected():
 @pytest.mark.parametrize(("draft", "slots"), [("0", 4), ("1", 4), ("3", 4), ("auto", 4), ("3", 1)])
 def test_the_same_text_alone_and_among_others(serve, expected, draft, slots):
     scheduler = serve(slots, DRAFT=draft)
-    heard = {request: ask(scheduler, request) for request in expected}
+    heard = {request: submit(scheduler, request) for request in expected}
     for request, ids in expected.items():
         assert heard[request].ids() == ids and heard[request].reason() == "length"
-    again = [ask(scheduler, request) for request in reversed(expected)]
+    again = [submit(scheduler, request) for request in reversed(expected)]
     assert [h.ids() for h in again] == list(reversed(expected.values()))
     numbers = scheduler.statistics()
     assert numbers["tokens"] == 2 * sum(map(len, expected.values())) and numbers["slots_free"] == slots
@@ -53,7 +53,7 @@ def test_the_same_text_alone_and_among_others(serve, expected, draft, slots):
 @pytest.mark.parametrize("more", [dict(cap=1), dict(PREFILL_CHUNK=4), dict(PREFILL_CHUNK=1, cap=1)], ids=str)
 def test_the_same_text_with_little_memory(serve, expected, more):
     scheduler = serve(DRAFT="3", **more)
-    heard = {request: ask(scheduler, request) for request in expected}
+    heard = {request: submit(scheduler, request) for request in expected}
     assert {request: h.ids() for request, h in heard.items()} == expected
 
 
@@ -88,7 +88,7 @@ def test_stop_ids_are_not_told(serve, expected):
     scheduler = serve(DRAFT="3")
     for request, ids in list(expected.items())[:4]:
         stop = ids[4]
-        heard = ask(scheduler, Request(request.prompt_ids, 12, request.temperature, request.nucleus, request.top_k,
+        heard = submit(scheduler, Request(request.prompt_ids, 12, request.temperature, request.nucleus, request.top_k,
                                        request.seed, stop_ids=frozenset({stop, VOCAB - 1})))  # fmt: skip
         assert heard.ids() == ids[: ids.index(stop)] and heard.reason() == "stop"
         assert heard.active.stop_ids == {0: stop}
@@ -97,7 +97,7 @@ def test_stop_ids_are_not_told(serve, expected):
 @pytest.mark.parametrize("most", [0, 1, 2])
 def test_few_tokens_or_none(serve, expected, most):
     scheduler = serve(DRAFT="3")
-    heard = ask(scheduler, Request(PROMPT, most))
+    heard = submit(scheduler, Request(PROMPT, most))
     assert len(heard.ids()) == most and heard.reason() == "length"
     assert [type(e) for e in heard.events] == [Started, Prefilled, *[NewToken] * most, Finished]
 
@@ -107,13 +107,13 @@ def test_samples_are_those_of_the_engine_for_rows(serve, draft):
     scheduler = serve(5, DRAFT=draft)
     rows, _ = Engine(scheduler.model, terminal_ids=()).generate_batch(PROMPT, 4, max_tokens=10, temperature=1.3, seed=7)
     request = Request(PROMPT, 10, 1.3, seed=7, num_samples=4)
-    heard, other = ask(scheduler, request, 4), ask(scheduler, Request(PROMPT[:5], 9))
+    heard, other = submit(scheduler, request, 4), submit(scheduler, Request(PROMPT[:5], 9))
     for row in range(4):
         assert heard.ids(row) == rows[row][len(PROMPT) :]
     assert len(heard.of(Started)) == len(heard.of(Prefilled)) == 1 and len(other.ids()) == 9
     assert scheduler.statistics()["prompt_rows"] <= len(PROMPT) + 5  # read in once
 
-    heard = ask(scheduler, request, 4, lambda e: e.active.cancel(1) if isinstance(e, NewToken) else None)
+    heard = submit(scheduler, request, 4, lambda e: e.active.cancel(1) if isinstance(e, NewToken) else None)
     assert [heard.ids(row) == rows[row][len(PROMPT) :] for row in range(4)] == [True, False, True, True]
     assert heard.reason(1) == "cancelled" and len(heard.ids(1)) <= 1
 
@@ -122,7 +122,7 @@ def test_a_row_that_is_cancelled_before_the_prompt_is_read_in(serve):
     scheduler = serve(3)
     rows, _ = Engine(scheduler.model, terminal_ids=()).generate_batch(PROMPT, 3, max_tokens=6, temperature=1.3, seed=7)
     first = lambda e: e.active.cancel(0) if isinstance(e, Started) else None  # noqa: E731
-    heard = ask(scheduler, Request(PROMPT, 6, 1.3, seed=7, num_samples=3), 3, first)
+    heard = submit(scheduler, Request(PROMPT, 6, 1.3, seed=7, num_samples=3), 3, first)
     assert [heard.ids(row) for row in range(3)] == [[], *(ids[len(PROMPT) :] for ids in rows[1:])]
     assert heard.reason(0) == "cancelled" and scheduler.statistics()["slots_free"] == 3
 
@@ -190,7 +190,7 @@ def test_an_expert_of_several_requests_is_asked_for_once(serve):
     scheduler.model.experts.request = request
     block = EventRecorder(1, lambda e: time.sleep(0.3) if isinstance(e, Started) else None)
     scheduler.submit(Request(tuple(TINY["prompt_ids"]), 8), block)
-    others = [ask(scheduler, Request(tuple(TINY["full_ids"][i : i + 5]), 8)) for i in range(5)]
+    others = [submit(scheduler, Request(tuple(TINY["full_ids"][i : i + 5]), 8)) for i in range(5)]
     assert all(len(h.ids()) == 8 for h in [block, *others])
     layers = list(scheduler.config.sparse_layers)
     forwards = scheduler.statistics()["forwards"]
@@ -222,10 +222,10 @@ def test_guesses_are_as_good_as_in_a_text_alone(serve):
     """The trained head beside prompts that are read in."""
     scheduler = serve(4, folder=EMBEDDED_SNAPSHOT, DRAFT="3", cap=0)
     text = TINY["full_ids"]
-    heard = [ask(scheduler, Request(tuple(text[: 5 + i]), 40)) for i in range(8)]
+    heard = [submit(scheduler, Request(tuple(text[: 5 + i]), 40)) for i in range(8)]
     n = len(TINY["prompt_ids"])
     assert all(len(h.ids()) == 40 for h in heard)
-    again = ask(scheduler, Request(tuple(TINY["prompt_ids"]), 40))
+    again = submit(scheduler, Request(tuple(TINY["prompt_ids"]), 40))
     assert again.ids() == text[n : n + 40]
     numbers = scheduler.statistics()
     assert numbers["accepted"] > 0.3 * numbers["proposed"] > 0
@@ -234,7 +234,7 @@ def test_guesses_are_as_good_as_in_a_text_alone(serve):
 
 def test_only_what_was_said_is_learned_from(serve):
     scheduler = serve(4, folder=EMBEDDED_SNAPSHOT, DRAFT="3", cap=0)
-    heard = [ask(scheduler, Request(tuple(TINY["full_ids"][i : i + 30]), 30, 1.0, seed=i)) for i in range(4)]
+    heard = [submit(scheduler, Request(tuple(TINY["full_ids"][i : i + 30]), 30, 1.0, seed=i)) for i in range(4)]
     assert all(len(h.ids()) == 30 for h in heard)
     assert scheduler.batch.drafter.routes is None
     last, numbers = scheduler.config.num_layers, scheduler.statistics()
@@ -250,9 +250,9 @@ def test_only_what_was_said_is_learned_from(serve):
 def test_logprobs_equal_those_of_score(serve):
     scheduler = serve(DRAFT="3", PREFILL_CHUNK=7)
     request = Request(PROMPT, 9, 1.2, seed=3, top_logprobs=3, prompt_logprobs=True)
-    ask(scheduler, Request(PROMPT, 1)).wait()
-    heard = ask(scheduler, request).wait()
-    other = ask(scheduler, Request(PROMPT, 9, 1.2, seed=3))
+    submit(scheduler, Request(PROMPT, 1)).wait()
+    heard = submit(scheduler, request).wait()
+    other = submit(scheduler, Request(PROMPT, 9, 1.2, seed=3))
     assert heard.ids() == other.ids() and all(e.logprob is e.top is None for e in other.of(NewToken))
     [prefilled], [started] = heard.of(Prefilled), heard.of(Started)
     assert started.cached_tokens == 0  # what is remembered has no log-probabilities
@@ -275,10 +275,10 @@ def test_logprobs_equal_those_of_score(serve):
 
 def test_prompt_logprobs_alone(serve):
     scheduler = serve()
-    heard = ask(scheduler, Request(PROMPT, 0, prompt_logprobs=True)).wait()
+    heard = submit(scheduler, Request(PROMPT, 0, prompt_logprobs=True)).wait()
     [prefilled] = heard.of(Prefilled)
     assert [top for _, _, top in prefilled.prompt_logprobs] == [None, *[[]] * (len(PROMPT) - 1)]
-    one = ask(scheduler, Request((5,), 0, prompt_logprobs=True)).wait()
+    one = submit(scheduler, Request((5,), 0, prompt_logprobs=True)).wait()
     assert one.of(Prefilled)[0].prompt_logprobs == [(5, None, None)]
 
 
@@ -300,31 +300,31 @@ def test_turns_of_two_conversations_by_turns(serve):
     for turn in range(3):
         for name, text in texts.items():
             request = Request(tuple(text), 6, conversation=name if turn else None)
-            heard = ask(scheduler, request).wait()
+            heard = submit(scheduler, request).wait()
             answers.append((request, heard.ids()))
             if turn:
                 assert heard.of(Started)[0].cached_tokens == len(text) - 3
             text += [*heard.ids(), 3 + turn, 4]
     scheduler.close()
     for request, ids in answers:
-        assert ids == alone(scheduler.model, request)
+        assert ids == reference_ids(scheduler.model, request)
 
 
 def test_nothing_is_reused_past_the_first_token_that_differs(serve):
     scheduler = serve(1, DRAFT="3")
-    first = ask(scheduler, Request(PROMPT, 8)).ids()
+    first = submit(scheduler, Request(PROMPT, 8)).ids()
     text = [*PROMPT, *first]
     for at in (3, 6, len(PROMPT), len(PROMPT) + 4):
         other = (*text[:at], (text[at] + 1) % VOCAB, *text[at + 1 : at + 5])
-        heard = ask(scheduler, Request(other, 8)).wait()
+        heard = submit(scheduler, Request(other, 8)).wait()
         assert heard.of(Started)[0].cached_tokens == at
         request = Request(tuple(text), 3)
-        back = ask(scheduler, request).wait()
+        back = submit(scheduler, request).wait()
         assert back.of(Started)[0].cached_tokens == at
-        assert heard.ids() == alone(scheduler.model, Request(other, 8)) and back.ids() == alone(
+        assert heard.ids() == reference_ids(scheduler.model, Request(other, 8)) and back.ids() == reference_ids(
             scheduler.model, request
         )
-    same = ask(scheduler, request).wait()
+    same = submit(scheduler, request).wait()
     assert same.of(Started)[0].cached_tokens == len(text) - 1  # one token must be read for the logits
 
 
@@ -342,7 +342,9 @@ def test_a_busy_slot_gives_its_beginning(serve):
     assert then.wait().of(Started)[0].cached_tokens == len(PROMPT)
     assert len(heard.ids()) == 20
     scheduler.close()
-    assert then.ids() == alone(scheduler.model, other) and heard.ids() == alone(scheduler.model, Request(PROMPT, 20))
+    assert then.ids() == reference_ids(scheduler.model, other) and heard.ids() == reference_ids(
+        scheduler.model, Request(PROMPT, 20)
+    )
 
 
 def test_which_slots_are_taken(load):

@@ -11,7 +11,7 @@ from generate.request import Finished, NewToken, Prefilled, QueueFull, Request, 
 from load.model import load_model
 from settings import EMBEDDED_SNAPSHOT, Settings
 from tests.conftest import FIXTURES, read_json
-from tests.support.serving import NAME, PROMPT, SECONDS, VOCAB, EventRecorder, alone, ask, varied
+from tests.support.serving import NAME, PROMPT, SECONDS, VOCAB, EventRecorder, reference_ids, submit, varied_requests
 
 TINY = read_json(EMBEDDED_SNAPSHOT / "ref_glm.json")
 
@@ -20,7 +20,7 @@ TINY = read_json(EMBEDDED_SNAPSHOT / "ref_glm.json")
 def expected():
     """{request: its ids}, made once."""
     loaded = load_model(Settings.read([], {"SNAP": str(FIXTURES / NAME), "USAGE": "0", "DRAFT": "0"}))
-    yield {request: alone(loaded.model, request) for request in varied(9)}
+    yield {request: reference_ids(loaded.model, request) for request in varied_requests(9)}
     loaded.close()
 
 
@@ -38,23 +38,23 @@ def test_a_full_queue_says_when_to_come_again(serve):
     first = EventRecorder(2, hold)
     scheduler.submit(Request(PROMPT, 3, num_samples=2), first)
     assert begun.wait(SECONDS)
-    waiting = [ask(scheduler, Request(PROMPT[:5], 3)) for _ in range(2)]
+    waiting = [submit(scheduler, Request(PROMPT[:5], 3)) for _ in range(2)]
     with pytest.raises(QueueFull, match="2 requests wait already") as full:
-        ask(scheduler, Request(PROMPT, 3))
+        submit(scheduler, Request(PROMPT, 3))
     assert full.value.retry_after >= 1
     assert scheduler.statistics()["queue"] == 2 and scheduler.statistics()["slots_busy"] == 2
     go_on.set()
     assert [len(h.ids()) for h in waiting] == [3, 3]
-    assert [h.ids() for h in [ask(scheduler, Request(PROMPT[:5], 3))]] == [waiting[0].ids()]
+    assert [h.ids() for h in [submit(scheduler, Request(PROMPT[:5], 3))]] == [waiting[0].ids()]
 
 
 def test_without_a_queue_as_many_run_as_there_are_slots(serve):
     scheduler = serve(2, 0)
     block = EventRecorder(1, lambda e: time.sleep(0.3) if isinstance(e, Started) else None)
     scheduler.submit(Request(PROMPT, 2), block)
-    second = ask(scheduler, Request(PROMPT, 2))
+    second = submit(scheduler, Request(PROMPT, 2))
     with pytest.raises(QueueFull):
-        ask(scheduler, Request(PROMPT, 2))
+        submit(scheduler, Request(PROMPT, 2))
     assert len(second.ids()) == 2
 
 
@@ -62,7 +62,7 @@ def test_first_in_first_out(serve):
     scheduler, order = serve(2), []
     note = lambda event: order.append(event.active.id) if isinstance(event, Started) else None  # noqa: E731
     rows = [1, 1, 2, 1, 2, 1]
-    heard = [ask(scheduler, Request(PROMPT, 4, num_samples=n), n, note) for n in rows]
+    heard = [submit(scheduler, Request(PROMPT, 4, num_samples=n), n, note) for n in rows]
     for h in heard:
         h.wait()
     assert order == [1, 2, 3, 4, 5, 6]
@@ -97,7 +97,7 @@ def test_what_can_never_run_is_refused_at_once(serve, request_, words):
 @pytest.mark.parametrize(("length", "most"), [(64, 1), (60, 5), (64, 0), (1, 64)])
 def test_the_largest_that_fits(serve, length, most):
     scheduler = serve(CTX=64, DRAFT="3")
-    heard = ask(scheduler, Request((3,) * length, most))
+    heard = submit(scheduler, Request((3,) * length, most))
     assert len(heard.ids()) == most and heard.reason() == "length"
 
 
@@ -118,21 +118,21 @@ def test_cancel_while_a_prompt_is_read_in_stops_within_a_layer(serve, monkeypatc
         return plain(items, tokens, lengths, num_logits, cancel, should_stop)
 
     monkeypatch.setattr(scheduler.batch, "run_layers", run_layers)
-    other = ask(scheduler, Request(PROMPT, 20, 1.0))
+    other = submit(scheduler, Request(PROMPT, 20, 1.0))
     long = Request(tuple(range(300)), 4)
     scheduler.submit(long, heard)
     assert heard.reason() == "cancelled" and not heard.of(NewToken) and not heard.of(Prefilled)
     big = [layer for layer, rows in layers if rows > 20]
     assert big[-1] == 2 and big.count(1) == big.count(2) == big.count(3) + 1  # not a layer more
     monkeypatch.setattr(scheduler.batch, "run_layers", plain)
-    again = ask(scheduler, long)
+    again = submit(scheduler, long)
     scheduler_ids, other_ids = again.ids(), other.ids()
     assert again.of(Started)[0].cached_tokens > 0  # what was read in stays
     numbers = scheduler.statistics()
     assert numbers["rows_cancelled"] == 1 and numbers["rows_length"] == 2 and numbers["failed_forwards"] >= 1
     scheduler.close()
-    assert scheduler_ids == alone(scheduler.model, long)
-    assert other_ids == alone(scheduler.model, Request(PROMPT, 20, 1.0))
+    assert scheduler_ids == reference_ids(scheduler.model, long)
+    assert other_ids == reference_ids(scheduler.model, Request(PROMPT, 20, 1.0))
     scheduler.model.experts.check()
 
 
@@ -142,21 +142,21 @@ def test_cancel_in_the_queue_and_between_tokens(serve):
         1, lambda e: e.active.cancel() if isinstance(e, NewToken) and len(first.of(NewToken)) == 3 else None
     )
     scheduler.submit(Request(PROMPT, 500), first)
-    waiting = ask(scheduler, Request(PROMPT, 5))
+    waiting = submit(scheduler, Request(PROMPT, 5))
     waiting.active.cancel()
     assert waiting.reason() == "cancelled" and [type(e) for e in waiting.events] == [Finished]
     assert len(first.ids()) == 3 and first.reason() == "cancelled"
     next_one = Request((*PROMPT, *first.ids(), 5), 6)
-    heard = ask(scheduler, next_one).wait()
+    heard = submit(scheduler, next_one).wait()
     assert heard.of(Started)[0].cached_tokens >= len(PROMPT) + 2
-    assert heard.ids() == alone(scheduler.model, next_one)
+    assert heard.ids() == reference_ids(scheduler.model, next_one)
     heard.active.cancel()  # too late, and no harm
     assert scheduler.statistics()["rows_length"] == 1
 
 
 def test_cancel_from_another_thread(serve):
     scheduler = serve(2, DRAFT="0")
-    heard = ask(scheduler, Request(PROMPT, 1500))
+    heard = submit(scheduler, Request(PROMPT, 1500))
     deadline = time.monotonic() + SECONDS
     while len(heard.of(NewToken)) < 5 and time.monotonic() < deadline:
         time.sleep(0.005)
@@ -172,7 +172,7 @@ def test_a_listener_that_raises_loses_its_job_alone(serve, expected):
         if isinstance(event, NewToken):
             raise OSError("gone")
 
-    bad, good = ask(scheduler, Request(PROMPT, 100), then=broken), ask(scheduler, request)
+    bad, good = submit(scheduler, Request(PROMPT, 100), then=broken), submit(scheduler, request)
     assert good.ids() == expected[request]
     assert bad.reason() == "cancelled" and len(bad.ids()) == 1
     assert bad.of(Finished)[0].error == "OSError: gone"
@@ -180,8 +180,8 @@ def test_a_listener_that_raises_loses_its_job_alone(serve, expected):
 
 def test_close_ends_everything_at_once(serve):
     scheduler = serve(2, PREFILL_CHUNK=100)
-    heard = [ask(scheduler, Request(PROMPT, 1500)) for _ in range(4)]
-    heard.append(ask(scheduler, Request(tuple(range(500)), 1500, num_samples=2), 2))
+    heard = [submit(scheduler, Request(PROMPT, 1500)) for _ in range(4)]
+    heard.append(submit(scheduler, Request(tuple(range(500)), 1500, num_samples=2), 2))
     deadline = time.monotonic() + SECONDS
     while not heard[0].of(NewToken) and time.monotonic() < deadline:
         time.sleep(0.005)
@@ -190,12 +190,14 @@ def test_close_ends_everything_at_once(serve):
     assert [h.reason() for h in heard[:4]] == ["cancelled"] * 4 and heard[4].reason(1) == "cancelled"
     scheduler.close()
     with pytest.raises(RuntimeError, match="closed"):
-        ask(scheduler, Request(PROMPT, 1))
+        submit(scheduler, Request(PROMPT, 1))
 
 
 def test_a_listener_may_close(serve):
     scheduler = serve(1)
-    heard = ask(scheduler, Request(PROMPT, 1500), then=lambda e: scheduler.close() if isinstance(e, NewToken) else None)
+    heard = submit(
+        scheduler, Request(PROMPT, 1500), then=lambda e: scheduler.close() if isinstance(e, NewToken) else None
+    )
     assert heard.reason() == "cancelled"
     scheduler.thread.join(SECONDS)
     assert not scheduler.thread.is_alive()
@@ -203,7 +205,7 @@ def test_a_listener_may_close(serve):
 
 def test_idle_costs_nothing(serve):
     scheduler = serve(1)
-    ask(scheduler, Request(PROMPT, 2)).wait()
+    submit(scheduler, Request(PROMPT, 2)).wait()
     time.sleep(0.1)
     before = time.process_time()
     time.sleep(0.4)
@@ -228,14 +230,14 @@ def test_a_nan_ends_its_own_request_alone(serve, expected, tmp_path):
     assert all(bad not in (*request.prompt_ids, *ids) for request, ids in expected.items())
     scheduler = serve(5, folder=folder, DRAFT="3")
     requests = list(expected)
-    heard = [ask(scheduler, request) for request in requests[:3]]
-    broken = ask(scheduler, Request((*PROMPT, bad), 5, num_samples=2), 2)
-    heard += [ask(scheduler, request) for request in requests[3:6]]
+    heard = [submit(scheduler, request) for request in requests[:3]]
+    broken = submit(scheduler, Request((*PROMPT, bad), 5, num_samples=2), 2)
+    heard += [submit(scheduler, request) for request in requests[3:6]]
     assert [h.ids() for h in heard] == [expected[request] for request in requests[:6]]
     assert broken.reason(0) == broken.reason(1) == "error"
     assert "not finite at position" in broken.of(Finished)[0].error
     assert scheduler.statistics()["rows_error"] == 2 and scheduler.statistics()["slots_free"] == 5
-    assert ask(scheduler, Request(PROMPT, 4)).ids() == alone(scheduler.model, Request(PROMPT, 4))
+    assert submit(scheduler, Request(PROMPT, 4)).ids() == reference_ids(scheduler.model, Request(PROMPT, 4))
 
 
 def test_read_errors(serve, expected):
@@ -251,14 +253,14 @@ def test_read_errors(serve, expected):
     disk.read_expert = read
     failures = [True]
     fail.append(lambda: failures and failures.pop())
-    heard = [ask(scheduler, request) for request in requests[:3]]
+    heard = [submit(scheduler, request) for request in requests[:3]]
     assert [h.ids() for h in heard] == [expected[request] for request in requests[:3]] and not failures
     fail.append(lambda: True)
-    heard = [ask(scheduler, request) for request in requests[3:6]]
+    heard = [submit(scheduler, request) for request in requests[3:6]]
     assert [h.reason() for h in heard] == ["error"] * 3
     assert all("Input/output error (5)" in h.of(Finished)[0].error for h in heard)
     fail.clear()
-    assert [ask(scheduler, request).ids() for request in requests[3:6]] == [expected[r] for r in requests[3:6]]
+    assert [submit(scheduler, request).ids() for request in requests[3:6]] == [expected[r] for r in requests[3:6]]
     scheduler.close()
     scheduler.model.experts.check()
 
@@ -267,8 +269,8 @@ def test_a_fault_of_ours_ends_what_is_under_way_alone(serve, expected, monkeypat
     scheduler = serve(2)
     request = next(iter(expected))
     monkeypatch.setattr(scheduler.chunked_prefill, "schedule", lambda *_: 1 / 0)
-    heard = [ask(scheduler, request), ask(scheduler, Request(PROMPT, 3, num_samples=2), 2)]
+    heard = [submit(scheduler, request), submit(scheduler, Request(PROMPT, 3, num_samples=2), 2)]
     assert heard[0].reason() == heard[1].reason(1) == "error"
     assert heard[0].of(Finished)[0].error.startswith("ZeroDivisionError")
     monkeypatch.undo()
-    assert ask(scheduler, request).ids() == expected[request]
+    assert submit(scheduler, request).ids() == expected[request]

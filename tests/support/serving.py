@@ -41,13 +41,13 @@ class EventRecorder:
         return end.reason
 
 
-def ask(scheduler, request, rows=1, then=None):
+def submit(scheduler, request, rows=1, then=None):
     recorder = EventRecorder(rows, then)
     recorder.active = scheduler.submit(request, recorder)
     return recorder
 
 
-def varied(count, most=12):
+def varied_requests(count, most=12):
     """Requests with different prompts and sampling parameters."""
     out = []
     for i in range(count):
@@ -57,7 +57,7 @@ def varied(count, most=12):
     return out
 
 
-def alone(model, request, row=0):
+def reference_ids(model, request, row=0):
     """The ids of a row, each token from a full forward over the text so far."""
     r = request
     sampler = Sampler(r.temperature, r.nucleus, r.seed, row, r.top_k)
