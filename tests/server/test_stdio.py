@@ -188,6 +188,7 @@ BROKEN = [
     (b"\x02PROMPT 3 8 2.1 1\nabc\n", "temperature='2.1'"),
     (b"\x02PROMPT 3 8 nan 1\nabc\n", "temperature='nan'"),
     (b"\x02PROMPT 3 8 hot 1\nabc\n", "temperature='hot'"),
+    (b"\x02PROMPT 3 8 0_1 1\nabc\n", "temperature='0_1'"),
     (b"\x02PROMPT 3 8 0 0\nabc\n", "top_p=0"),
     (b"\x02PROMPT 3 8 0 1 2\nabc\n", "slot=2: expected 0 to 1"),
     (b"\x02PROMPT 3 8 0 1 x\nabc\n", "slot='x'"),
