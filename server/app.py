@@ -21,7 +21,7 @@ from server.openai.completion_request import read_completion_request
 from server.openai.request_fields import RequestFields, parse_object
 from server.openai.responses import ChatResponseBuilder, CompletionResponseBuilder, ResponseBuilder
 from server.transport.access_control import CLIENT_CLOSED_REQUEST, AccessControl, AccessMiddleware
-from server.transport.event_stream import ClientDisconnected, EventStream, json_response
+from server.transport.event_stream import EventStream, json_response
 from server.transport.request_body import read_body
 from text.reply import ReplyParser
 
@@ -45,7 +45,6 @@ def make_app(service: HttpService, access: AccessControl) -> ASGIApp:
             ApiError: on_api_error,
             HTTPException: on_http_exception,
             ClientDisconnect: on_disconnect,
-            ClientDisconnected: on_disconnect,
             Exception: on_fault,
         },
     )

@@ -39,7 +39,7 @@ class AccessControl:
         host = headers.get("host", "")
         for name, url in (("host", f"//{host}"), ("origin", headers.get("origin", f"//{host}"))):
             if not self.allows_url(url):
-                message = f"{name.title()} {headers.get(name)!r} is not allowed; ALLOWED_HOSTS of the server allows it"
+                message = f"{name.title()} {headers.get(name)!r} is not allowed; add it to the server's ALLOWED_HOSTS"
                 raise ApiError(403, message, code=name)
         if self.api_key is None or scope["path"] in PATHS_WITHOUT_KEY:
             return

@@ -4,7 +4,7 @@ import asyncio
 import json
 from dataclasses import dataclass
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
@@ -12,10 +12,6 @@ from server.generation import Generation
 from server.openai.api_error import ApiError, JsonObject
 from server.openai.responses import ResponseBuilder
 from server.transport.access_control import USAGE_NOTE
-
-
-class ClientDisconnected(Exception):
-    """The client disconnected before its answer."""
 
 
 @dataclass
@@ -47,7 +43,7 @@ async def json_response(request: Request, builder: ResponseBuilder) -> JSONRespo
             for update in await generation.next_updates(generation.service.keep_alive) or ():
                 builder.add_update(*update)
         if generation.is_aborted:
-            raise ClientDisconnected
+            raise ClientDisconnect
     log_usage(request.scope, generation)
     return JSONResponse(builder.response())
 
