@@ -87,7 +87,7 @@ def test_the_choice(direct, buffered, chosen):
 
 def test_every_rate_is_measured_in_the_time_given(layouts, reader, tmp_path):
     started = time.perf_counter()
-    rates = measure(Drive(tmp_path, reader), layouts, seconds=0.3)
+    rates = measure(Drive(tmp_path, reader), layouts, seconds=0.6)
     assert time.perf_counter() - started < 2
     modes = {rate.mode for rate in rates}
     assert modes == ({"direct", "buffered"} if reader.can_read_direct(tmp_path / "data") else {"buffered"})
