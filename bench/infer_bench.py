@@ -7,7 +7,7 @@
 N rows continue one prompt in lock-step (generate/engine.py): it is prefilled once and its state is cloned. Variables
 are those of colibri.py; no history is read or kept (USAGE=0), and DRAFT is 0 where it is not set. Stop ids do not end a
 row. With drafts a forward may give several steps, which share its time, and what it takes and reads is that of all its
-rows, wrong guesses too; what the draft head computes is in the times and in the bytes of experts alone.
+rows, rejected draft tokens too; what the MTP layer computes is in the times and in the bytes of experts alone.
 
     TTFT        from asking to the first token of every row: prefill, clone, first sample
     TPOT, p95   the median time of the later steps, and what 95 % of them stay below

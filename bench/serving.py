@@ -12,7 +12,7 @@ after the other, in a temporary folder (TMPDIR says where; it must be on the dri
 --small makes one of 0.2 GB and gives it a cache of a quarter of its experts, then of all; it shows that this program
 works and measures little. With SNAP that snapshot is measured as it is, within RAM_GB.
 
-Each client has a prompt of its own and draws its tokens with a seed of its own, at temperature 1, without drafts
+Each client has a prompt of its own and samples with a seed of its own, at temperature 1, without drafts
 (--draft measures with them). All begin together; what counts begins when the last has --warm tokens, and ends when the
 first has all of its own. The lines:
 
@@ -20,7 +20,7 @@ first has all of its own. The lines:
     together                 how many times the speed of one. Where experts are read the best to expect is N x (bytes
                              a forward of one reads / bytes a forward of N reads), and the share of it that was reached
                              is said; the aim is 0.85. With all in memory the aim is 2.5 times.
-    first token              of a prompt of 16 tokens that comes at a random moment while one of 2,000 is read in and
+    first token              of a prompt of 16 tokens that comes at a random moment while one of 2,000 is prefilled and
                              another client is answered, the median of several; and what it may take: two steps of
                              decode and one with a part of the long prompt
 
@@ -240,7 +240,7 @@ def make_parser():
     parser.add_argument("--clients", type=int, default=8, help="default 8")
     parser.add_argument("--tokens", type=int, default=32, help="of each client that count, default 32")
     parser.add_argument("--warm", type=int, default=8, help="tokens before, default 8")
-    parser.add_argument("--draft", default="0", help="guesses a forward, auto or a number, default 0")
+    parser.add_argument("--draft", default="0", help="draft tokens a forward, auto or a number, default 0")
     parser.add_argument("--small", action="store_true", help="a small snapshot, to see that this program works")
     return parser
 

@@ -64,7 +64,7 @@ EXPERT, DENSE, HEAD = 18.9e6, 9.9e9, 0.476e9  # bytes: of an expert, of all that
 DRIVE, MEMORY = 2e9, 30e9  # bytes a second
 ROW = 0.1  # seconds of arithmetic and attention that a row adds, beside reading the weights
 FORWARD = DENSE / MEMORY
-GUESS = (DENSE / LAYERS + HEAD) / MEMORY + ROW / LAYERS  # of the head, without its experts
+DRAFT_TOKEN = (DENSE / LAYERS + HEAD) / MEMORY + ROW / LAYERS  # of the head, without its experts
 
 TEXTS = (
     "And it came to pass, when",
@@ -91,7 +91,7 @@ class Machine:
         self.model, config = model, model.config
         # Of a forward, and of the one layer of a head: experts there for one here.
         self.of_forward = SPARSE_LAYERS * ACTIVE / (len(config.sparse_layers) * config.num_active_experts)
-        self.of_guess = ACTIVE / config.num_active_experts
+        self.of_draft = ACTIVE / config.num_active_experts
         self.seconds = self.waited = self.read = 0.0
         self.seen = self.num_experts()
 
@@ -114,7 +114,7 @@ class Machine:
 
     def now(self):
         """Seconds. What was asked for outside of forwards is the head's."""
-        self.charge(0.0, self.of_guess)
+        self.charge(0.0, self.of_draft)
         return self.seconds
 
     def forward(self, num_rows):
@@ -133,7 +133,7 @@ class Script:
 
     def propose(self, ids, depth):
         for _ in range(depth):
-            self.machine.pay(GUESS, ACTIVE, ACTIVE * self.missing)
+            self.machine.pay(DRAFT_TOKEN, ACTIVE, ACTIVE * self.missing)
         return [self.draft_token(len(ids) + i) for i in range(depth)]
 
     def draft_token(self, position):
@@ -162,7 +162,7 @@ class PricedDrafter(Drafter):
         if self.script:
             return [self.script.propose(ids, depth) for _, ids, depth in wanted]
         drafts = super().run_mtp(wanted)
-        self.machine.charge(GUESS * sum(map(len, drafts)), self.machine.of_guess)
+        self.machine.charge(DRAFT_TOKEN * sum(map(len, drafts)), self.machine.of_guess)
         return drafts
 
     def observe(self, chunk, hidden, items):
@@ -400,7 +400,7 @@ def main(arguments=None):
         with open(args.csv, "w", newline="", encoding="utf-8") as file:
             print(f"prices of GLM-5.2 in int4: drive {DRIVE / 1e9:g} GB/s, memory {MEMORY / 1e9:g} GB/s | a forward "
                   f"{FORWARD:.3f} s, each row {ROW:.3f} s, each expert {EXPERT / MEMORY * 1e3:.2f} ms and "
-                  f"{EXPERT / DRIVE * 1e3:.2f} ms to read it | a draft token {GUESS * 1e3:.1f} ms")  # fmt: skip
+                  f"{EXPERT / DRIVE * 1e3:.2f} ms to read it | a draft token {DRAFT_TOKEN * 1e3:.1f} ms")  # fmt: skip
             rows = run(args.tokens)
             writer = csv.DictWriter(file, COLUMNS)
             writer.writeheader()

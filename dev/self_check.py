@@ -1,10 +1,10 @@
-"""Is the engine right? Greedy ids with everything it does, against a full forward over the text so far for every token.
+"""Self-check: greedy ids of the engine against a full forward over the text so far for every token.
 
     python dev/self_check.py                         the embedded model, 1 and 4 rows, 32 tokens
     SNAP=/models/glm-5.2-int4 python dev/self_check.py --rows 2 --tokens 8
 
-The plain way keeps nothing: no KV cache, one row. The engine prefills once, clones its state to N rows and goes on from
-there, without drafts and with those that DRAFT says; then spec_decode with these. The prompt is that of REF, or the
+The full forwards keep no KV cache. The engine prefills once, clones the KV cache for N rows and decodes, without
+drafts and with those that DRAFT says; then spec_decode with these. The prompt is that of REF, or the
 first ids of the vocabulary. Variables hold as they do for colibri.py. Prints the seconds of each; exit code 0 when all
 ids are equal, 1 with the first difference when they are not, 2 for bad usage or a bad snapshot.
 """

@@ -54,7 +54,7 @@ def test_drafts_change_the_number_of_forwards_and_nothing_else(model, sampler, d
         assert counters.tokens_per_forward == pytest.approx(19 / counters.forwards)
     if wrong_every == 1:
         assert counters.accepted == 0 and counters.forwards == 19
-    # what follows depends on the KV the drafts left behind: trim and go on
+    # what follows depends on the KV cache that the drafts left behind: trim and continue
     more = list(spec_decode(model, kv.clone(60), prompt + drafted, sampler, 8))
     expected = list(spec_decode(model, plain_kv.clone(60), prompt + plain, sampler, 8))
     assert more == expected
@@ -85,7 +85,7 @@ def test_a_stop_token_ends_it_and_is_not_yielded(model):
     assert drafted == ref["continuation"]
 
 
-def test_a_beginning_that_is_known_is_not_prefilled_again(model):
+def test_a_cached_prefix_is_not_prefilled_again(model):
     ref = reference(NAME)[0]["greedy"]
     _, kv, _ = generate(model, ref["prompt"], Sampler(), 24)
     kv.trim(7)
@@ -126,7 +126,7 @@ def test_counters_may_run_over_several_generations(model):
     assert counters.tokens == 10
 
 
-def test_nothing_runs_before_the_first_token_is_asked_for(model):
+def test_nothing_runs_before_the_first_next(model):
     kv = make_kv_cache(model.config, 40)
     spec_decode(model, kv, [1, 2], Sampler(), 5)
     assert kv.length == 0

@@ -1,4 +1,4 @@
-"""How many guesses a forward verifies: what pays, what does not, and that it goes on looking."""
+"""DraftLength: the draft depth that pays is found, kept and tried anew."""
 
 import random
 
@@ -11,8 +11,8 @@ EXPERTS = 40  # that one row asks for
 
 
 class Machine:
-    """Forwards whose cost is known: seconds of arithmetic for each row, seconds for a missing expert, and how often
-    guesses are right."""
+    """Forwards whose cost is known: seconds of arithmetic for each row, seconds for a missed expert, and how often
+    draft tokens are accepted."""
 
     def __init__(self, row=0.1, missing=0.0, wait=0.01, right=0.8, making=0.005, seed=1):
         self.row, self.missing, self.wait, self.right, self.making = row, missing, wait, right, making
@@ -47,7 +47,7 @@ MACHINES = {
     "in memory, good": dict(),
     "in memory, bad": dict(right=0.1),
     "in memory, useless": dict(right=0.0),
-    "rows are dear": dict(row=1.0, right=0.6),
+    "rows are expensive": dict(row=1.0, right=0.6),
     "from disk, good": dict(missing=0.6, right=0.9),
     "from disk, fair": dict(missing=0.6, right=0.5),
     "from disk, useless": dict(missing=0.6, right=0.0),
@@ -65,14 +65,14 @@ def test_within_a_few_percent_of_the_best_depth(options):
 
 
 @pytest.mark.parametrize("options", MACHINES.values(), ids=MACHINES)
-def test_a_short_answer_is_not_spoilt(options):
+def test_a_short_answer_is_not_slowed_down(options):
     machine = Machine(**options)
     runs = [machine.run(DraftLength(), 100) for _ in range(40)]
     assert sum(tokens for tokens, _ in runs) / sum(seconds for _, seconds in runs) > 0.95 * rate(machine, 0)
 
 
-def test_what_changes_is_noticed():
-    """A topic on which guesses are right, after one on which they never were; and back."""
+def test_a_change_of_acceptance_is_followed():
+    """A topic on which drafts are accepted, after one on which they never were; and back."""
     controller, machine = DraftLength(), Machine(right=0.0)
     machine.run(controller, 1500)
     machine.right = 0.9
@@ -85,7 +85,7 @@ def test_what_changes_is_noticed():
     assert tokens / seconds > 0.95 * rate(machine, 0)
 
 
-def test_the_better_source_is_taken():
+def test_the_better_proposer_is_chosen():
     controller, machine = DraftLength(), Machine()
     for _ in range(200):
         for source, right in (("MTP", 0.3), ("long n-gram", 0.95)):
@@ -98,20 +98,20 @@ def test_the_better_source_is_taken():
     assert controller.choose([{"MTP": 8}])[0][0] in ("MTP", None)
 
 
-def test_a_depth_that_is_asked_for_is_kept():
+def test_a_fixed_depth_is_kept():
     controller = DraftLength("3")
     assert controller.choose([{"MTP": 3}]) == [("MTP", 3)] and controller.choose([{"n-gram": 2}]) == [("n-gram", 2)]
     assert controller.choose([{"n-gram": 3, "MTP": 3}]) == [("MTP", 3)] and controller.choose([{}]) == [(None, 0)]
     assert DraftLength("0").choose([{"MTP": 0}]) == [(None, 0)]
 
 
-def test_nothing_to_guess_from_is_no_guess():
+def test_without_offers_there_is_no_draft():
     controller = DraftLength()
     assert controller.choose([{}]) == [(None, 0)]
     assert list(controller.summary_lines()) == [] and controller.statistics()["draft_acceptance"] == {}
 
 
-def test_what_is_said_and_reported():
+def test_the_statistics():
     controller, machine = DraftLength(), Machine(right=1.0)
     machine.run(controller, 60)
     first, second = controller.summary_lines()
@@ -130,21 +130,21 @@ def test_what_is_said_and_reported():
 
 
 class Batch(Machine):
-    """Forwards over several sequences. Of some of them guesses are right less often."""
+    """Forwards over several sequences. Drafts of some of them are accepted less often."""
 
     def __init__(self, num_rows=8, noise=0.0, **options):
         super().__init__(**options)
         self.num_rows, self.noise = num_rows, noise
 
-    def cost(self, guesses):
-        rows = self.num_rows + guesses
+    def cost(self, num_drafts):
+        rows = self.num_rows + num_drafts
         experts = EXPERTS * rows**0.8
         waited = experts * self.missing * self.wait
         arithmetic = (0.1 + self.row * 0.1 * (rows - 1)) * (1 + self.noise * self.random.uniform(-1, 1))
         return arithmetic + waited, waited, experts, experts * self.missing
 
     def rights(self):
-        """For each sequence how often its guesses are right."""
+        """For each sequence how often its drafts are accepted."""
         return [self.right] * self.num_rows
 
     def run(self, controller, forwards, offers=None):
@@ -157,8 +157,8 @@ class Batch(Machine):
                 while accepted < depth and self.random.random() < right:
                     accepted += 1
                 turns.append((source, depth, accepted))
-            guesses = sum(depth for _, depth, _ in turns)
-            took, *rest = self.cost(guesses)
+            num_drafts = sum(depth for _, depth, _ in turns)
+            took, *rest = self.cost(num_drafts)
             by_head = sum(depth for source, depth, _ in turns if source == "MTP")
             making = {"MTP": by_head * self.making, "n-gram": 0.0, "long n-gram": 0.0}
             controller.update(turns, self.num_rows, making, took, *rest)
@@ -167,10 +167,10 @@ class Batch(Machine):
         return tokens, seconds
 
     def rate(self, depth):
-        """Tokens a second in the long run if each sequence makes so many guesses."""
-        guesses = depth * self.num_rows
+        """Tokens a second in the long run if each sequence makes `depth` draft tokens."""
+        num_drafts = depth * self.num_rows
         noise, self.noise = self.noise, 0.0
-        took = self.cost(guesses)[0] + guesses * self.making
+        took = self.cost(num_drafts)[0] + num_drafts * self.making
         self.noise = noise
         return self.num_rows * sum(self.right**i for i in range(depth + 1)) / took
 
@@ -186,8 +186,8 @@ def test_several_sequences_within_a_few_percent_of_the_best_depth(options, noise
     assert tokens / seconds > 0.97 * machine.rate(0)
 
 
-def test_only_sequences_that_can_guess_well_do():
-    """Long matches of some are right, short ones of others hardly ever, where rows are dear."""
+def test_only_sequences_with_good_proposers_draft():
+    """Long matches of some are accepted, short ones of others hardly ever, where rows are expensive."""
 
     class Some(Batch):
         def rights(self):
@@ -201,7 +201,7 @@ def test_only_sequences_that_can_guess_well_do():
     assert sum(depth for _, depth in choices[1::2]) <= 1  # a trial at most
 
 
-def test_each_sequence_takes_the_source_that_it_has():
+def test_each_sequence_uses_the_proposer_that_it_has():
     controller, machine = DraftLength(), Batch(3)
     machine.run(controller, 60, [{"MTP": 4}, {"long n-gram": 4}, {}])
     for _ in range(4):  # a trial lasts no longer
@@ -211,7 +211,7 @@ def test_each_sequence_takes_the_source_that_it_has():
     assert first[1] > 0 and second[1] > 0
 
 
-def test_room_is_kept():
+def test_drafts_stay_within_the_room():
     controller, machine = DraftLength(), Batch(8, right=1.0)
     machine.run(controller, 200)
     assert sum(depth for _, depth in controller.choose([{"MTP": MAX_DEPTH}] * 8)) > 20
@@ -221,7 +221,7 @@ def test_room_is_kept():
     assert DraftLength("3").choose([{"MTP": 3}] * 4, room=3) == [(None, 0)] * 4
 
 
-def test_numbers_of_rows_that_no_forward_had():
+def test_the_cost_of_a_number_of_rows_that_no_forward_had():
     """Between two that are known on the line between them, else in proportion to the nearest."""
     time = ForwardTime()
     for rows, seconds, experts in ((4, 1.0, 40), (8, 2.0, 60)):

@@ -7,7 +7,6 @@ import torch
 
 from generate.batch import Batch
 from generate.engine import Engine, naive_generate
-from generate.head_kv_cache import HeadKvCache
 from generate.sampler import Sampler
 from generate.tools.calculator import calculate
 from generate.tools.tool_state import Tool
@@ -24,7 +23,7 @@ def model(load):
     return load(FIXTURES / "glm_moe_dsa", cap=3).model
 
 
-# --- models that can be scripted --------------------------------------------------------------------------------------
+# --- scripted models --------------------------------------------------------------------------------------
 
 BOS, END, START, STOP, OUT, OUT_END = 256, 257, 258, 259, 260, 261
 VOCAB = 262
@@ -90,68 +89,16 @@ def engine_of(script, tools=(), terminal_ids=(END, BOS)):
     return Engine(Scripted(script), Bytes(), terminal_ids, tools)
 
 
-# --- the caches -------------------------------------------------------------------------------------------------------
-
-
-def test_a_cache_by_heads():
-    cache = HeadKvCache(3, 2, 10, 4, 8)
-    assert (cache.num_rows, cache.capacity, cache.length, cache.get_pos()) == (2, 10, 0, 0)
-    assert cache.num_bytes == 2 * 3 * 2 * 10 * 4 * 8 * 4 and cache.get_layer_cache(1)[0].shape == (2, 10, 4, 8)
-    keys = torch.randn(2, 6, 4, 8)
-    known, values = cache.append(1, keys, -keys)
-    assert torch.equal(known, keys) and torch.equal(values, -keys) and cache.length == 0
-    cache.advance(6)
-    assert cache.lengths.tolist() == [6, 6]
-    assert torch.equal(cache.append(1, keys[:, :2], keys[:, :2])[0], torch.cat([keys, keys[:, :2]], 1))
-    for call in (lambda: cache.append(0, keys, keys), lambda: cache.advance(5), lambda: cache.check_room(5)):
-        with pytest.raises(ValueError, match="10 positions with 6 has no room for"):
-            call()
-    cache.trim(3)
-    assert cache.length == 3
-    with pytest.raises(ValueError, match="cannot trim a cache of 3 positions to 4"):
-        cache.trim(4)
-    cache.reset()
-    assert cache.length == 0
-
-
-def test_a_prefill_is_copied_to_every_row_with_what_stands_beside_it():
-    one = HeadKvCache(2, 1, 5, 2, 4)
-    keys = torch.randn(1, 5, 2, 4)
-    for layer in range(2):
-        one.append(layer, keys + layer, keys - layer)
-    one.advance(5)
-    one.extra["last"] = torch.tensor([[7.0]])
-    many = one.clone(3, 9)
-    assert many.lengths.tolist() == [5, 5, 5] and many.capacity == 9
-    for layer in range(2):
-        assert all(torch.equal(many.keys[layer, row, :5], keys[0] + layer) for row in range(3))
-    many.extra["last"][1] = 0
-    many.keys[0, 1] = 0
-    assert one.extra["last"].item() == 7 and torch.equal(one.keys[0], keys)  # copies
-    many.keep([2, 0])
-    assert many.num_rows == 2 and many.extra["last"].tolist() == [[7], [7]]
-    for other, message in [
-        (HeadKvCache(2, 1, 99, 2, 4), "cannot hold one of 99"),
-        (HeadKvCache(3, 1, 5, 2, 4), "does not fit"),
-        (HeadKvCache(2, 2, 5, 2, 4), "does not fit"),
-        (HeadKvCache(2, 1, 5, 2, 5), "does not fit"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            HeadKvCache(2, 3, 9, 2, 4).prefill(other)
-    with pytest.raises(ValueError, match="only an empty cache"):
-        many.prefill(one)
-
-
 # --- nanochat's own tests ---------------------------------------------------------------------------------------------
 
 
-def test_rows_draw_their_own_first_token():
+def test_rows_sample_their_own_first_token():
     first, _ = next(engine_of(uniform).generate([BOS], num_samples=16, max_tokens=5))
     assert len(set(first)) > 1
 
 
 @pytest.mark.parametrize("seed", [1, 42, 123, 999])
-def test_a_seed_gives_the_same_again(seed):
+def test_a_seed_reproduces_the_text(seed):
     runs = [engine_of(uniform).generate_batch([BOS, 5], max_tokens=10, seed=seed)[0] for _ in range(3)]
     assert runs[0] == runs[1] == runs[2]
 
@@ -161,7 +108,7 @@ def test_seeds_differ():
     assert len(texts) > 1
 
 
-def test_temperature_0_knows_no_seed(model):
+def test_temperature_0_ignores_the_seed(model):
     runs = [Engine(model).generate_batch(PROMPT, max_tokens=6, temperature=0, seed=seed)[0] for seed in (1, 2)]
     assert runs[0] == runs[1] == [PROMPT + REF["greedy"]["continuation"][:6]]
 
@@ -210,8 +157,8 @@ def test_as_many_tokens_as_the_model_has_positions():
     assert len(steps) == 8
 
 
-def test_rows_that_end_leave_the_forward_and_the_others_do_not_notice(model, monkeypatch):
-    """Sampled rows with a terminal id that some draw early: each row equals the row of a run where nobody ends."""
+def test_rows_that_end_leave_the_forward_and_the_others_do_not_change(model, monkeypatch):
+    """Sampled rows with a terminal id that some sample early: each row equals the row of a run where none ends."""
     engine = Engine(model, terminal_ids=())
     whole, _ = engine.generate_batch(PROMPT, num_samples=6, max_tokens=16, temperature=2.0, seed=3)
     ends = {whole[1][len(PROMPT) + 2], whole[4][len(PROMPT) + 5]}
@@ -294,7 +241,7 @@ def test_a_tool_is_called_and_its_result_forced():
     engine = engine_of(says(START, "6*7", STOP, " ok", END), tools=[CALCULATOR])
 
     def script(row, history):
-        """Goes on after the forced output."""
+        """Continues after the forced output."""
         plain = [START, *b"6*7", STOP, OUT, *b"42", OUT_END, *b" ok", END]
         return plain[len(history) - 1]
 
@@ -315,7 +262,7 @@ def test_without_tools_nothing_is_forced():
     assert ids == [BOS, START, *b"6*7", STOP] and set(masks[1:]) == {1}
 
 
-def test_rows_are_in_states_of_their_own():
+def test_rows_have_tool_states_of_their_own():
     """One row calls a tool, the other does not: forced ids of the first never reach the second."""
 
     class Two(Scripted):
@@ -355,7 +302,7 @@ def test_rows_are_in_states_of_their_own():
         ([1] * 100, {"max_tokens": 30}, "do not fit 128 positions"),
     ],
 )
-def test_bad_input_is_said(prompt, options, message):
+def test_bad_input_is_refused(prompt, options, message):
     with pytest.raises(ValueError, match=message):
         next(engine_of(uniform).generate(prompt, **options))
 
@@ -365,7 +312,7 @@ def test_tools_need_a_tokenizer():
         Engine(Scripted(uniform), tools=[CALCULATOR])
 
 
-def test_a_model_that_does_not_advance_its_cache_is_noticed():
+def test_a_model_that_does_not_advance_its_cache_is_refused():
     model = Scripted(uniform)
     model.forward = lambda ids, cache: torch.zeros(*ids.shape, VOCAB)
     with pytest.raises(ValueError, match="advanced its cache by 0 for 1 tokens"):

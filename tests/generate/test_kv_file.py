@@ -1,4 +1,4 @@
-"""Saved conversations: resumed by the same model alone; damaged, cut off or foreign ones begin anew and say why."""
+"""Saved conversations: resumed by the same model alone; damaged, cut off or foreign ones start empty with a notice."""
 
 import copy
 import os
@@ -21,7 +21,7 @@ FOLDER = FIXTURES / NAME
 
 @pytest.fixture
 def begin(load, tmp_path):
-    """begin(**variables) -> a Scheduler that saves, after the one before has ended; begin.said: its lines."""
+    """begin(**variables) -> a Scheduler that saves, after the one before has ended; begin.said: its notices."""
     running = []
 
     def begin(folder=FOLDER, slots=2, expert_bits=16, **variables):
@@ -43,10 +43,10 @@ def saved_files(tmp_path):
 
 
 def turn(scheduler, ids, most=6, name="a"):
-    """-> (tokens that were remembered, the ids with the answer)."""
-    heard = submit(scheduler, Request(tuple(ids), most, conversation=name)).wait()
-    assert heard.reason() == "length"
-    return heard.of(Started)[0].cached_tokens, [*ids, *heard.ids()]
+    """-> (cached tokens, the ids with the answer)."""
+    recorder = submit(scheduler, Request(tuple(ids), most, conversation=name)).wait()
+    assert recorder.reason() == "length"
+    return recorder.of(Started)[0].cached_tokens, [*ids, *recorder.ids()]
 
 
 def two_turns(begin):
@@ -59,7 +59,7 @@ def two_turns(begin):
 
 
 def anew(begin, text, words, folder=FOLDER, **variables):
-    """The next turn begins without anything, says why in a line, and answers as it should."""
+    """The next turn starts empty with a notice of the reason, and its answer is right."""
     scheduler = begin(folder, **variables)
     cached, longer = turn(scheduler, [*text, 9])
     assert cached == 0 and [line for line in begin.said if words in line] and len(begin.said) == 1, begin.said
@@ -80,7 +80,7 @@ def test_a_conversation_survives(begin, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["mixtral", "glm_moe_dsa", "glm_moe_dsa_dense"])
-def test_what_is_loaded_is_what_was_saved(load, oracle_folder, tmp_path, name):
+def test_load_restores_what_was_saved(load, oracle_folder, tmp_path, name):
     """Grouped queries, an indexer, an indexer that the snapshot lacks or does not use."""
     loaded, said = load(oracle_folder(name)), []
     kv, other = make_kv_cache(loaded.config, 40), make_kv_cache(loaded.config, 60)
@@ -92,7 +92,7 @@ def test_what_is_loaded_is_what_was_saved(load, oracle_folder, tmp_path, name):
     assert torch.equal(*(step(loaded.model, [([5, 6, 7], state)]) for state in (kv, other)))
 
 
-def test_a_turn_is_appended_and_what_is_gone_does_not_pile_up(begin, tmp_path):
+def test_a_turn_is_appended_and_replaced_records_do_not_pile_up(begin, tmp_path):
     scheduler = begin()
     _, text = turn(scheduler, PROMPT)
     scheduler.close()
@@ -141,7 +141,7 @@ def test_a_crash_loses_the_last_turn_at_most(begin, tmp_path):
 
 
 def resumed(files):
-    """The ids that a new process would take over."""
+    """The ids that a new process would load."""
     other = copy.copy(files)
     other.known, other.say, kv = {}, lambda line: None, make_kv_cache(files.config, 60)
     ids = other.ids("a") and other.load("a", kv)
@@ -200,7 +200,7 @@ def test_hostile_files(begin, tmp_path):
     assert begin.files.ids("a") == [] and "not a regular file" in begin.said[0]
 
 
-def test_numbers_that_are_none_are_not_taken(load, tmp_path):
+def test_numbers_that_are_not_finite_are_refused(load, tmp_path):
     loaded, said = load(FOLDER), []
     kv = make_kv_cache(loaded.config, 40)
     step(loaded.model, [(list(PROMPT), kv)])
@@ -211,7 +211,7 @@ def test_numbers_that_are_none_are_not_taken(load, tmp_path):
     assert kv.length == 0
 
 
-def test_what_cannot_be_written_is_said_and_answers_go_on(begin, tmp_path):
+def test_a_failed_save_is_a_notice_and_answers_continue(begin, tmp_path):
     (tmp_path / "cache").write_text("a file where a folder should be")
     scheduler = begin()
     _, text = turn(scheduler, PROMPT)

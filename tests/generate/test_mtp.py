@@ -1,11 +1,8 @@
 """Drafts: the MTP layer against transformers, n-grams, and that none of it changes a token or the KV cache."""
 
-import random
-import shutil
 from collections import Counter
 
 import pytest
-import safetensors.torch
 import torch
 
 from experts.route_observer import ForwardRoutes
@@ -17,7 +14,6 @@ from generate.decode import DecodeCounters, spec_decode
 from generate.draft import Drafter, NoDraft, Proposers
 from generate.draft_length import DraftLength
 from generate.mtp_draft import MtpProposer, draft_by_mtp
-from generate.ngram import NgramProposer
 from generate.sampler import Sampler
 from kernels.dispatch import rms_norm
 from settings import EMBEDDED_SNAPSHOT
@@ -35,7 +31,7 @@ def model(load, request):
 
 
 def hidden_rows(model, kv, ids):
-    """What the model knows at each position, behind the final norm."""
+    """Hidden rows at each position, behind the final norm."""
     with torch.inference_mode():
         chunks = [hidden for _, hidden in layers_forward(model, [(ids, kv)])]
         return rms_norm(torch.cat(chunks), model.weights.norm, model.config.rms_norm_eps)
@@ -61,7 +57,7 @@ def test_logits_equal_transformers(model):
 
 
 @pytest.mark.parametrize("cuts", [[47], [1] * 47, [12, 1, 2, 20, 12]])
-def test_in_pieces_it_is_the_same(load, cuts):
+def test_chunks_do_not_change_the_layer(load, cuts):
     model = load(FIXTURES / NAME, DRAFT="auto").model
     kv, at, rows = make_kv_cache(model.config, 60), 0, []
     hidden = hidden_rows(model, kv, REF["seq"])
@@ -74,7 +70,7 @@ def test_in_pieces_it_is_the_same(load, cuts):
 
 
 def test_chained_drafts_equal_transformers(model):
-    """`draft` of slot i: what follows seq[i + 1], each guess fed back."""
+    """`draft` of slot i: what follows seq[i + 1], each draft token fed back."""
     for slot, expected in REF["mtp"]["chained_drafts"].items():
         known = int(slot) + 1  # positions whose next token is known
         kv = make_kv_cache(model.config, 60)
@@ -116,7 +112,7 @@ def test_the_slots_follow_trim_and_clone(load):
 
 
 class Wrong(Drafter):
-    """A drafter whose guesses are spoilt: all of them, or every third."""
+    """A drafter with wrong draft tokens: all of them, or every third."""
 
     every = 1
 
@@ -130,7 +126,7 @@ class Mixed(Wrong):
 
 
 class Right(NoDraft):
-    """Knows what comes."""
+    """Drafts the known continuation."""
 
     def __init__(self, known, depth):
         self.known, self.depth = known, depth
@@ -190,7 +186,7 @@ def test_the_trained_head_drafts_well(load):
 
 @pytest.mark.parametrize("chunk", [5, 40])
 def test_a_long_prompt_goes_through_the_layer_chunk_by_chunk(load, chunk):
-    """What the layer remembers of a prompt is the same in one piece, in chunks, or row by row."""
+    """The layer's KV cache of a prompt is the same in one chunk, in several, or row by row."""
     model = load(EMBEDDED_SNAPSHOT, DRAFT="auto", PREFILL_CHUNK=chunk).model
     prompt, states = TINY["full_ids"], []
     for few in (16, 10**9):
@@ -201,13 +197,13 @@ def test_a_long_prompt_goes_through_the_layer_chunk_by_chunk(load, chunk):
             source.observe(piece, *piece.segments, hidden)
         assert source.first + len(source.hidden) == len(prompt) - 1
         states.append((kv, *draft_by_mtp(model, [(source, prompt, 4)])))
-    (one, guesses), (other, others) = states
+    (one, draft), (other, other_draft) = states
     layer, n = model.config.num_layers, len(prompt) - 1
-    assert guesses == others and one.mtp_length == other.mtp_length == n
+    assert draft == other_draft and one.mtp_length == other.mtp_length == n
     assert torch.equal(one.latents[layer, :n], other.latents[layer, :n])
 
 
-def test_a_state_that_is_known_already_is_drafted_from_there_on(load):
+def test_a_cached_prefix_is_drafted_from_its_end_on(load):
     """Its hidden rows are gone: the layer begins with the first new one."""
     model = load(EMBEDDED_SNAPSHOT, DRAFT="auto").model
     prompt, n = TINY["prompt_ids"], 40
@@ -220,7 +216,7 @@ def test_a_state_that_is_known_already_is_drafted_from_there_on(load):
     assert kv.mtp_base == len(prompt) + 7 and counters.accepted > 0
 
 
-def test_whoever_stops_listening_can_go_on(load):
+def test_a_closed_generation_can_be_continued(load):
     model = load(EMBEDDED_SNAPSHOT, DRAFT="auto").model
     prompt = TINY["prompt_ids"]
     kv = make_kv_cache(model.config, 100)
@@ -243,14 +239,14 @@ def test_the_distribution_is_the_samplers_own(load):
     likeliest = p.argsort(descending=True)[:8].tolist()
 
     class Likeliest(NoDraft):
-        """Guesses the likeliest second token."""
+        """Drafts the likeliest second token."""
 
         def propose(self, sequences, prompt_chunks=()):
             [sequence] = sequences
             return [likeliest[:1] if len(sequence.ids) == len(prompt) + 1 and sequence.num_left > 1 else []]
 
     class Forced(Sampler):
-        """The first token is given, so that all seeds draw the second from the same probabilities."""
+        """The first token is given, so that all seeds sample the second from the same probabilities."""
 
         def sample(self, logits, position):
             return first if position == len(prompt) else super().sample(logits, position)
@@ -270,13 +266,13 @@ def test_the_distribution_is_the_samplers_own(load):
 
 
 @pytest.mark.parametrize("wrong", [True, False])
-def test_only_accepted_tokens_are_learned_from(load, wrong):
-    """Experts that rows of wrong guesses asked for do not count as used."""
+def test_only_accepted_tokens_count_as_expert_uses(load, wrong):
+    """Experts of rejected draft tokens do not count as used."""
     model = load(EMBEDDED_SNAPSHOT, DRAFT="auto").model
     prompt, num_layers = TINY["prompt_ids"], len(model.config.sparse_layers)
     known = TINY["full_ids"]
 
-    class Guesser(Drafter):
+    class KnownText(Drafter):
         def propose(self, sequences, prompt_chunks=()):
             [sequence] = sequences
             self.draft_length.most = 0
@@ -288,98 +284,10 @@ def test_only_accepted_tokens_are_learned_from(load, wrong):
             return [[(token + wrong) % 300 for token in draft]]
 
     kv, counters = make_kv_cache(model.config, 100), DecodeCounters()
-    draft = Guesser(model, DraftLength("3"))
+    draft = KnownText(model, DraftLength("3"))
     list(spec_decode(model, kv, prompt, Sampler(), 40, (), draft, None, counters))
     assert (counters.accepted == 0) == wrong and draft.routes is None
     uses = sum(total for (layer, _), total in model.experts.use_counts().items() if layer < model.config.num_layers)
     # 46 tokens of the text went through, each with 4 experts a layer, less what 512 tokens' half-life took of them.
     per_token = uses / num_layers / 4
     assert 0.75 * 46 < per_token <= 46
-
-
-# --- n-grams ----------------------------------------------------------------------------------------------------------
-
-
-def test_ngrams_take_the_longest_match_and_of_equals_the_latest():
-    source = NgramProposer()
-    text = [1, 2, 3, 4, 9, 8, 3, 4, 7, 7, 3, 4]
-    assert source.propose(text, 3) == ("n-gram", [7, 7, 3])
-    assert source.propose([*text, 9, 8, 3, 4], 2) == ("long n-gram", [7, 7])
-    assert NgramProposer().propose([5, 6, 7], 4) == ("n-gram", [])
-    assert NgramProposer().propose([5], 4) == ("n-gram", [])
-    assert NgramProposer().propose([5, 5, 5, 5, 5], 2)[1] == [5]  # what stands behind it, not more
-
-
-def test_an_index_that_grows_equals_a_new_one():
-    drawn, source, text = random.Random(1), NgramProposer(), []
-    for _ in range(300):
-        text.append(drawn.randrange(4))
-        assert source.propose(text, 5) == NgramProposer().propose(text, 5)
-
-
-# --- heads that are missing, broken or weak ---------------------------------------------------------------------------
-
-
-def without(folder, out, *names):
-    """A copy of a snapshot without the tensors whose names contain one of `names`."""
-    shutil.copytree(folder, out)
-    tensors = safetensors.torch.load_file(out / "model.safetensors")
-    kept = {name: tensor for name, tensor in tensors.items() if not any(part in name for part in names)}
-    assert len(kept) < len(tensors)
-    safetensors.torch.save_file(kept, out / "model.safetensors")
-    return out
-
-
-@pytest.mark.parametrize(
-    ("part", "reason"),
-    [
-        ("model.layers.5.", "the snapshot has no multi-token-prediction layer"),
-        ("layers.5.enorm", "tensor model.layers.5.enorm.weight of the multi-token-prediction layer is missing"),
-        ("layers.5.mlp.experts.3.up", "tensor model.layers.5.mlp.experts.3.up_proj.weight of the"),
-    ],
-)
-def test_a_head_that_is_not_whole_is_said_and_not_used(load, run_colibri, tmp_path, part, reason):
-    folder = without(FIXTURES / NAME, tmp_path / "s", part)
-    loaded = load(folder, DRAFT="auto")
-    [notice] = [line for line in loaded.notices if line.startswith("[MTP]")]
-    assert notice.startswith(f"[MTP] no draft tokens from the MTP layer: {reason}")
-    assert loaded.model.weights.mtp is None
-    assert not [line for line in load(folder, DRAFT=0).notices if line.startswith("[MTP]")]
-    process = run_colibri(SNAP=folder, REPORT=tmp_path / "r.json")
-    assert process.returncode == 0, process.stderr
-    assert "MTP" not in read_json(tmp_path / "r.json")["draft_acceptance"]  # n/a, not 0 %
-
-
-def test_an_indexer_of_its_own_is_not_needed(load, tmp_path):
-    folder = without(FIXTURES / NAME, tmp_path / "s", "layers.5.self_attn.indexer")
-    loaded = load(folder, DRAFT="auto")
-    assert loaded.model.weights.mtp.layer.indexer is None
-    ids, _, counters = generate(loaded.model, REF["greedy"]["prompt"], 24, draft="2")
-    assert ids == REF["greedy"]["continuation"] and counters.proposed > 0
-
-
-def test_its_own_embedding_and_head_are_used(load, tmp_path):
-    """Others than the model's: drafts change, the text does not."""
-    shutil.copytree(FIXTURES / NAME, tmp_path / "s")
-    tensors = safetensors.torch.load_file(tmp_path / "s" / "model.safetensors")
-    head = tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"])
-    tensors["model.layers.5.shared_head.head.weight"] = head.roll(1, 0).contiguous()
-    tensors["model.layers.5.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
-    safetensors.torch.save_file(tensors, tmp_path / "s" / "model.safetensors")
-    model = load(tmp_path / "s", DRAFT="auto").model
-    kv = make_kv_cache(model.config, 60)
-    hidden = hidden_rows(model, kv, REF["seq"])
-    s = mtp(model, [(REF["seq"][1:], kv)], hidden[:-1])
-    assert mtp_logits(model, s).argmax(-1).tolist() == [(i + 1) % 512 for i in REF["mtp"]["argmax"]]
-    assert generate(model, REF["greedy"]["prompt"], 24, draft="2")[0] == REF["greedy"]["continuation"]
-
-
-def test_a_head_in_int4_by_row_is_warned_about(tmp_path, load):
-    from scripts.convert import main
-
-    options = "--experts 16 --dense 16 --embeddings 16 --mtp 4 --group 0".split()
-    assert main([str(FIXTURES / NAME), str(tmp_path / "out"), *options]) == 0
-    loaded = load(tmp_path / "out", DRAFT="auto")
-    assert any("one scale a row" in line for line in loaded.notices)
-    ids, _, counters = generate(loaded.model, REF["greedy"]["prompt"], 24, draft="2")
-    assert ids == REF["greedy"]["continuation"] and counters.proposed > 0

@@ -6,14 +6,12 @@ import torch
 import generate.engine
 from experts.route_observer import ForwardRoutes
 from forward.kv_cache import make_kv_cache
-from forward.step import step_all
 from generate.batch import Batch
-from generate.draft import Drafter, Proposers, align_choices
+from generate.draft import Drafter, align_choices
 from generate.draft_length import DraftLength
 from generate.engine import Engine
-from generate.mtp_draft import MtpProposer, draft_by_mtp
 from generate.sampler import Sampler
-from generate.sequence import Prefill, Sequence
+from generate.sequence import Sequence
 from generate.tools.tool_state import Tool
 from settings import EMBEDDED_SNAPSHOT
 from tests.conftest import FIXTURES, read_json, reference
@@ -134,7 +132,7 @@ def test_the_same_steps_and_the_same_kv_at_any_depth(model, monkeypatch, how):
         watched = Watched(model, monkeypatch, terminal_ids=(), draft=depth).run(**options)
         assert watched.steps == plain.steps, depth
         check_kv(model, watched.states, plain.states)
-        assert watched.engine.draft_length.tried  # guesses were made
+        assert watched.engine.draft_length.tried  # drafts were made
     for kind in (Scripted, Wrong, Mixed):
         for depth in (1, 8):
             drafter = scripted(kind, texts, depth)
@@ -162,8 +160,8 @@ def test_no_forward_goes_beyond_the_limit(model, monkeypatch, kind, most):
 
 
 @pytest.mark.parametrize("kind", [None, Scripted, Mixed, Wrong])
-def test_terminal_ids_in_the_middle_of_guesses(model, monkeypatch, kind):
-    """The row ends there, and the guesses behind it are nothing, right as they may be."""
+def test_terminal_ids_among_draft_tokens(model, monkeypatch, kind):
+    """The row ends there, and the draft tokens behind it are dropped, right as they may be."""
     options = dict(num_samples=5, max_tokens=16, temperature=2.0, seed=3)
     whole = texts_of(Watched(model, monkeypatch, terminal_ids=()).run(**options), 5)
     ends = {whole[1][len(PROMPT) + 2], whole[4][len(PROMPT) + 5], whole[2][len(PROMPT)]}
@@ -178,8 +176,8 @@ def test_terminal_ids_in_the_middle_of_guesses(model, monkeypatch, kind):
     assert batch == Engine(model, terminal_ids=ends).generate_batch(PROMPT, **options)
 
 
-def test_a_row_that_is_ahead_goes_on_and_the_steps_wait(model, monkeypatch):
-    """One row's guesses are right, the others' wrong: it needs a fourth of their forwards, and leaves."""
+def test_a_row_that_runs_ahead_continues_and_the_steps_wait(model, monkeypatch):
+    """One row's drafts are accepted, the others' rejected: it needs a fourth of their forwards, and leaves."""
     texts = texts_of(Watched(model, monkeypatch, terminal_ids=()).run(num_samples=3, max_tokens=13), 3)
 
     class FirstIsRight(Scripted):
@@ -196,8 +194,8 @@ def test_a_row_that_is_ahead_goes_on_and_the_steps_wait(model, monkeypatch):
     assert watched.forwards[1:5] == [[4, 4, 4]] * 3 + [[4, 4]]
 
 
-def test_rows_that_say_the_same_stay_together(load, monkeypatch):
-    """Rows at different places ask for more experts; one that alone makes a guess would part them for good."""
+def test_rows_with_the_same_text_stay_together(load, monkeypatch):
+    """Rows at different places ask for more experts; one that drafts alone would part them for good."""
     model = load(EMBEDDED_SNAPSHOT, DRAFT="auto").model
 
     class FirstAlone(DraftLength):
@@ -225,7 +223,7 @@ def test_the_trained_head_drafts_for_several_rows(load, monkeypatch):
     assert 39 / forwards > 1.5
     first, second = engine_of_all.draft_length.summary_lines()
     assert "(mean batch of 4.0 sequences)" in first and "16 rows" in second
-    again, _ = engine_of_all.generate_batch(prompt, 2, max_tokens=20, seed=5)  # its draft length goes on
+    again, _ = engine_of_all.generate_batch(prompt, 2, max_tokens=20, seed=5)  # its DraftLength is kept
     assert again == Engine(model, terminal_ids=()).generate_batch(prompt, 2, max_tokens=20, seed=5)[0]
 
 
@@ -234,7 +232,7 @@ def test_the_trained_head_drafts_for_several_rows(load, monkeypatch):
 
 @pytest.mark.parametrize("how", [dict(temperature=0), dict(temperature=1.5, seed=3)], ids=["greedy", "sampled"])
 def test_tools_are_called_as_without_drafts(model, monkeypatch, how):
-    """What a tool forces comes at the same steps with the same masks; a guess behind a call is right only where it is
+    """Forced tokens come at the same steps with the same masks; a draft token behind a call is accepted only if it is
     what was forced."""
     options = dict(num_samples=3, max_tokens=24, **how)
     whole = texts_of(Watched(model, monkeypatch, terminal_ids=()).run(**options), 3)
@@ -276,11 +274,11 @@ def test_what_a_tool_forces_needs_one_forward(model, monkeypatch, most):
             assert watched.forwards == [[len(PROMPT)], [1], [1], [1], *([[13]] + [[1]] * 7 if most == 24 else [])]
 
 
-# --- what is learned --------------------------------------------------------------------------------------------------
+# --- expert uses --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", [Scripted, Mixed, Wrong])
-def test_only_accepted_tokens_of_each_row_are_learned_from(load, monkeypatch, kind):
+def test_only_accepted_tokens_of_each_row_count_as_expert_uses(load, monkeypatch, kind):
     model = load(EMBEDDED_SNAPSHOT, DRAFT="auto").model
     prompt, num_layers = TINY["prompt_ids"], len(model.config.sparse_layers)
     options = dict(num_samples=3, max_tokens=30, temperature=1.0, seed=2)
@@ -305,7 +303,7 @@ def test_only_accepted_tokens_of_each_row_are_learned_from(load, monkeypatch, ki
         assert right <= set(routes[0])
         if kind is Scripted:
             assert right == set(routes[0])
-        if kind is Wrong:  # of [token, 3 guesses] for each row, fewer at the end
+        if kind is Wrong:  # of [token, 3 draft tokens] for each row, fewer at the end
             assert len(right) == 3 and 0 in right
     # Of each row all but the last token went through, each with 4 experts a layer, less what was forgotten.
     uses = sum(total for (layer, _), total in model.experts.use_counts().items() if layer < model.config.num_layers)
@@ -313,62 +311,7 @@ def test_only_accepted_tokens_of_each_row_are_learned_from(load, monkeypatch, ki
     assert 0.75 * tokens < uses / num_layers / 4 <= tokens
 
 
-# --- parts ------------------------------------------------------------------------------------------------------------
-
-
-def test_heads_of_several_rows_guess_as_each_alone(load):
-    """At depths of their own, one of them behind by a few tokens; and the state is as before."""
-    model = load(EMBEDDED_SNAPSHOT, DRAFT="auto").model
-    text, rows = TINY["full_ids"], []
-    for length in (20, 33, 47):
-        kv = make_kv_cache(model.config, 100)
-        proposers, batch = Proposers(model, kv), Batch(model, Drafter(model, DraftLength("3")))
-        batch.prefill(Prefill(text[: length - 5], kv, proposers))
-        batch.prefill(Prefill(text[:length], kv, proposers))
-        rows.append((proposers.mtp, text[: length + 1], 1 + length % 5))
-    alone = []
-    for source, ids, depth in rows:
-        alone += draft_by_mtp(model, [(source.clone(source.kv.clone()), ids, depth)])
-    assert [len(guesses) for guesses in alone] == [1, 4, 3]
-    asked, plain = [], model.experts.request
-    model.experts.request = lambda layer, *more: asked.append(layer) or plain(layer, *more)
-    assert draft_by_mtp(model, rows) == alone
-    assert asked == [model.config.num_layers] * 4  # once for all rows
-    for source, _, _ in rows:
-        assert source.kv.mtp_base + source.kv.mtp_length == source.kv.length == source.first
-
-
-def test_a_clone_drafts_as_the_source_it_came_from(model):
-    kv = make_kv_cache(model.config, 40)
-    drafter, proposers = Drafter(model, DraftLength("4")), Proposers(model, kv)
-    Batch(model, drafter).prefill(Prefill(PROMPT, kv, proposers))
-    proposers.ngrams.index(PROMPT)
-    states = [kv.clone(), kv.clone()]
-    both = [proposers.clone(state) for state in states]
-
-    def sequence(last, kv, proposers, most):
-        return Sequence([*PROMPT, last], kv, Sampler(), most + 1, proposers=proposers)
-
-    rows = [sequence(7, states[0], both[0], 4), sequence(9, states[1], both[1], 2)]
-    assert drafter.propose(rows)[0] == drafter.propose([sequence(7, kv, proposers, 4)])[0]
-    assert both[0].ngrams.places is not both[1].ngrams.places
-    assert isinstance(both[1].mtp, MtpProposer) and both[1].mtp.kv is states[1]
-
-
-@pytest.mark.parametrize("chunk", [4, 1024])
-def test_logits_of_the_last_tokens_alone(load, chunk):
-    model = load(FIXTURES / NAME, PREFILL_CHUNK=chunk).model
-    a, b = (make_kv_cache(model.config, 30) for _ in range(2))
-    others = [state.clone() for state in (a, b)]
-    whole = step_all(model, [(PROMPT, a), (PROMPT[:5], b)])
-    rows = [(PROMPT[:-5], PROMPT[-5:], others[0]), (PROMPT[:4], PROMPT[4:5], others[1])]
-    sequences = [Sequence(ids, kv, Sampler(), 20) for ids, _, kv in rows]
-    some = torch.cat(Batch(model).forward(sequences, [drafts for _, drafts, _ in rows]))
-    n = len(PROMPT)
-    assert torch.equal(some, torch.cat([whole[n - 6 : n], whole[n + 3 :]]))
-
-
-def test_bad_drafts_are_said(model):
+def test_bad_drafts_are_refused(model):
     for draft in ("some", -1, 1.5):
         with pytest.raises(ValueError, match=f"draft={draft}: expected auto or a number of draft tokens"):
             Engine(model, draft=draft)

@@ -20,7 +20,7 @@ def test_uniform_is_a_function_of_seed_row_and_position():
     assert all(0 <= u < 1 for u in draws) and abs(sum(draws) / 4000 - 0.5) < 0.02
 
 
-def test_draws_follow_the_distribution():
+def test_samples_follow_the_distribution():
     """20,000 positions: each share is within five standard deviations of its probability."""
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0])
     sampler, n = Sampler(temperature=0.8, nucleus=1.0, seed=3), 20_000

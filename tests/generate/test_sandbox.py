@@ -1,91 +1,17 @@
-"""execute_code: what comes back, every limit, and that nothing is left behind."""
+"""execute_code: results and limits."""
 
-import os
 import signal
-import socket
-import subprocess
-import sys
-import tempfile
-import threading
 import time
 from pathlib import Path
 
 import pytest
 
 from errors import Refused
-from generate.tools import sandbox, sandbox_child
-from generate.tools.sandbox import Capture, execute_code, remove_folder, result_of
-from tests.conftest import ROOT
+from generate.tools.sandbox import Capture, execute_code, result_of
+from tests.support.sandbox import fail, linux, succeed
 
-linux = pytest.mark.skipif(not sandbox_child.LINUX, reason="only Linux has it")
 HUGE = "data = bytearray(1 << 40)"
-# A grandchild with a session of its own that writes on for as long as it lives, and signs when it has begun.
-BEATING = """
-import posix, time
-if posix.fork() == 0:
-    posix.setsid()
-    if posix.fork() == 0:
-        while True:
-            with open({path!r}, "a") as file:
-                file.write("x")
-            time.sleep(0.01)
-    posix._exit(0)
-import os
-while not os.path.exists({path!r}):
-    time.sleep(0.01)
-print("begun", flush=True)
-"""
-
-
-def succeed(code, **options):
-    """-> stdout. A busy machine gets more time than the default."""
-    result = execute_code(code, timeout=30, **options)
-    assert result.success and result.error is None, result
-    assert not result.timeout and not result.memory_exceeded
-    return result.stdout
-
-
-def fail(code, **options):
-    result = execute_code(code, **{"timeout": 30, **options})
-    assert not result.success and result.error
-    return result
-
-
-def namespaces_allowed():
-    """Asked in a process of its own, as the keeper asks."""
-    asking = "import ctypes, sys; sys.exit(ctypes.CDLL(None).unshare(0x78000000) != 0)"
-    return sandbox_child.LINUX and subprocess.run([sys.executable, "-c", asking]).returncode == 0
-
-
-@pytest.fixture
-def without_namespaces(tmp_path, monkeypatch):
-    """As on a kernel that allows none."""
-    head = "def enter_namespaces() -> bool:\n"
-    source = Path(sandbox_child.__file__).read_text(encoding="utf-8")
-    assert head in source
-    copy = tmp_path / "sandbox_child.py"
-    copy.write_text(source.replace(head, f"{head}    return False\n\n\ndef unused():\n"), encoding="utf-8")
-    monkeypatch.setattr(sandbox_child, "__file__", str(copy))
-
-
-@pytest.fixture
-def temporary(tmp_path, monkeypatch):
-    """The folder in which the temporary folders are made."""
-    folder = tmp_path / "temporary"
-    folder.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    return folder
-
-
-def stands_still(path):
-    """Whether the grandchild that writes there is gone."""
-    time.sleep(0.02)
-    before = path.stat().st_size
-    time.sleep(0.15)
-    return path.stat().st_size == before > 0
-
-
-# What the tests of nanochat ask.
+# The cases of nanochat's tests.
 
 
 def test_output_comes_back():
@@ -140,7 +66,7 @@ def test_stdin_is_closed():
     assert succeed("import sys; print(repr(sys.stdin.read()))") == "''\n"
 
 
-def test_files_land_in_a_folder_that_goes(temporary):
+def test_files_land_in_a_folder_that_is_deleted(temporary):
     code = "import os, tempfile\nopen('a', 'w').write('x')\nprint(os.getcwd(), tempfile.gettempdir(), os.listdir())"
     folder, again, *names = succeed(code).split()
     assert folder == again and Path(folder).parent == temporary and names == ["['a']"]
@@ -319,147 +245,3 @@ def test_a_large_file_is_refused():
     assert fail("with open('big', 'wb') as file:\n    file.seek(1 << 31)\n    file.write(b'x')").error.startswith(
         "OSError"
     )
-
-
-# Nothing stays behind, nothing gets out.
-
-
-@linux
-@pytest.mark.parametrize("ending", ["", "1 / 0", "while True: pass"])
-def test_grandchildren_die_with_the_code(tmp_path, ending):
-    check_grandchildren(tmp_path, ending)
-
-
-@linux
-@pytest.mark.parametrize("ending", ["", "time.sleep(60)"])
-def test_grandchildren_die_without_namespaces_too(tmp_path, ending, without_namespaces):
-    check_grandchildren(tmp_path, ending)
-
-
-def check_grandchildren(tmp_path, ending):
-    path = tmp_path / "beat"
-    slow = ending.startswith(("while", "time"))
-    result = execute_code(BEATING.format(path=str(path)) + ending, timeout=2 if slow else 30)
-    assert result.stdout == "begun\n" and result.timeout == slow and result.success == (not ending)
-    assert stands_still(path)
-
-
-def test_children_in_the_same_session_die(tmp_path, without_namespaces):
-    path = tmp_path / "beat"
-    code = BEATING.format(path=str(path)).replace("    posix.setsid()\n", "")
-    assert execute_code(code, timeout=30).stdout == "begun\n"
-    assert stands_still(path)
-
-
-@linux
-def test_the_code_dies_with_the_engine(tmp_path):
-    path = tmp_path / "beat"
-    code = BEATING.format(path=str(path)) + "time.sleep(60)"
-    call = f"from generate.tools.sandbox import execute_code\nexecute_code({code!r}, timeout=50)"
-    with subprocess.Popen([sys.executable, "-c", call], cwd=ROOT, env={"TMPDIR": str(tmp_path)}) as engine:
-        deadline = time.monotonic() + 30
-        while not path.exists() and time.monotonic() < deadline:
-            time.sleep(0.02)
-        engine.kill()
-    time.sleep(0.3)
-    assert stands_still(path)
-
-
-@linux
-def test_an_interrupt_of_the_engine_ends_the_code(tmp_path, temporary, monkeypatch):
-    path, read_streams = tmp_path / "beat", sandbox.read_streams
-
-    def interrupted(selector, deadline):
-        monkeypatch.setattr(sandbox, "read_streams", read_streams)
-        limit = time.monotonic() + 30
-        while not path.exists() and time.monotonic() < limit:
-            time.sleep(0.02)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(sandbox, "read_streams", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        execute_code(BEATING.format(path=str(path)) + "time.sleep(60)", timeout=50)
-    assert stands_still(path) and list(temporary.iterdir()) == []
-
-
-@linux
-def test_no_privileges_are_left():
-    lines = succeed("print(open('/proc/self/status').read())").splitlines()
-    status = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
-    assert status["NoNewPrivs"] == "1" and int(status["CapEff"], 16) == 0 and int(status["CapPrm"], 16) == 0
-
-
-def test_no_network():
-    if not namespaces_allowed():
-        pytest.skip("the kernel lets this user make no namespaces: the network stays open")
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = server.getsockname()
-        socket.create_connection(address).close()
-        result = fail(f"import socket\nsocket.create_connection({address!r}, timeout=5)")
-    assert result.error.startswith("OSError") and "unreachable" in result.error
-
-
-def test_other_processes_cannot_be_signalled():
-    if not namespaces_allowed():
-        pytest.skip("the kernel lets this user make no namespaces: processes of the same user can be signalled")
-    assert fail(f"import posix\nposix.kill({os.getpid()}, 0)").error.startswith("ProcessLookupError")
-
-
-def test_the_number_of_processes_is_limited():
-    if not namespaces_allowed() or os.geteuid() == 0:
-        pytest.skip("only in a namespace, and not for root")
-    code = "import posix, time\nfor _ in range(200):\n    if posix.fork() == 0:\n        time.sleep(60)"
-    assert fail(code).error.startswith("BlockingIOError")
-
-
-def test_several_threads_at_once(temporary):
-    outputs = {}
-
-    def work(number):
-        code = f"import time\nopen('own', 'w').write('{number}')\ntime.sleep(0.1)\nprint(open('own').read())"
-        outputs[number] = succeed(code) if number else fail("while True: pass", timeout=0.5).error
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    expected = {number: f"{number}\n" for number in range(1, 6)} | {0: "Execution timed out after 0.5 s"}
-    assert outputs == expected and list(temporary.iterdir()) == []
-
-
-@linux
-def test_no_descriptor_stays_open(temporary):
-    count = lambda: len(os.listdir("/proc/self/fd"))  # noqa: E731
-    before = count()
-    succeed("print(1)")
-    fail("import time; time.sleep(60)", timeout=0.2)
-    fail("x", memory_bytes=1)
-    assert count() == before and list(temporary.iterdir()) == []
-
-
-@linux
-def test_descriptors_of_the_engine_are_not_inherited(tmp_path):
-    with open(tmp_path / "secret", "w") as file:
-        os.set_inheritable(file.fileno(), True)
-        opened = succeed(
-            "import os\nprint([os.path.realpath(f'/proc/self/fd/{n}') for n in os.listdir('/proc/self/fd')])"
-        )
-    assert "secret" not in opened
-
-
-def test_a_deep_folder_is_deleted(tmp_path):
-    top = tmp_path / "top"
-    top.mkdir()
-    (tmp_path / "kept").write_text("outside")
-    (top / "link").symlink_to(tmp_path)
-    (top / "closed").mkdir(mode=0)
-    inner = os.open(top, os.O_RDONLY)
-    for _ in range(1100):
-        os.mkdir("d", dir_fd=inner)
-        os.close(os.open("file", os.O_CREAT, dir_fd=inner))
-        outer, inner = inner, os.open("d", os.O_RDONLY, dir_fd=inner)
-        os.close(outer)
-    os.close(inner)
-    remove_folder(str(top))
-    assert not top.exists() and (tmp_path / "kept").exists()

@@ -27,7 +27,7 @@ def expected():
 # --- the queue --------------------------------------------------------------------------------------------------------
 
 
-def test_a_full_queue_says_when_to_come_again(serve):
+def test_a_full_queue_says_when_to_retry(serve):
     scheduler, begun, go_on = serve(2, 2), threading.Event(), threading.Event()
 
     def hold(event):
@@ -62,8 +62,8 @@ def test_first_in_first_out(serve):
     scheduler, order = serve(2), []
     note = lambda event: order.append(event.active.id) if isinstance(event, Started) else None  # noqa: E731
     rows = [1, 1, 2, 1, 2, 1]
-    heard = [submit(scheduler, Request(PROMPT, 4, num_samples=n), n, note) for n in rows]
-    for h in heard:
+    recorder = [submit(scheduler, Request(PROMPT, 4, num_samples=n), n, note) for n in rows]
+    for h in recorder:
         h.wait()
     assert order == [1, 2, 3, 4, 5, 6]
 
@@ -97,22 +97,22 @@ def test_what_can_never_run_is_refused_at_once(serve, request_, words):
 @pytest.mark.parametrize(("length", "most"), [(64, 1), (60, 5), (64, 0), (1, 64)])
 def test_the_largest_that_fits(serve, length, most):
     scheduler = serve(CTX=64, DRAFT="3")
-    heard = submit(scheduler, Request((3,) * length, most))
-    assert len(heard.ids()) == most and heard.reason() == "length"
+    recorder = submit(scheduler, Request((3,) * length, most))
+    assert len(recorder.ids()) == most and recorder.reason() == "length"
 
 
 # --- cancel -----------------------------------------------------------------------------------------------------------
 
 
-def test_cancel_while_a_prompt_is_read_in_stops_within_a_layer(serve, monkeypatch):
-    """The slot can be used at once, answers beside it go on, and the next answer is that of a fresh start."""
-    scheduler, heard = serve(2, DRAFT="3", PREFILL_CHUNK=100), EventRecorder()
+def test_cancel_during_a_prefill_stops_within_a_layer(serve, monkeypatch):
+    """The slot can be used at once, sequences beside it continue, and the next answer is that of an empty cache."""
+    scheduler, recorder = serve(2, DRAFT="3", PREFILL_CHUNK=100), EventRecorder()
     layers, plain = [], scheduler.batch.run_layers
 
     def cancel(layer, num_layers, rows):
         layers.append((layer, rows))
-        if heard.of(Started) and layers.count((2, rows)) == 2 and rows > 20:
-            heard.of(Started)[0].active.cancel()
+        if recorder.of(Started) and layers.count((2, rows)) == 2 and rows > 20:
+            recorder.of(Started)[0].active.cancel()
 
     def run_layers(items, tokens, lengths, num_logits, progress, should_stop):
         return plain(items, tokens, lengths, num_logits, cancel, should_stop)
@@ -120,14 +120,14 @@ def test_cancel_while_a_prompt_is_read_in_stops_within_a_layer(serve, monkeypatc
     monkeypatch.setattr(scheduler.batch, "run_layers", run_layers)
     other = submit(scheduler, Request(PROMPT, 20, 1.0))
     long = Request(tuple(range(300)), 4)
-    scheduler.submit(long, heard)
-    assert heard.reason() == "cancelled" and not heard.of(NewToken) and not heard.of(Prefilled)
+    scheduler.submit(long, recorder)
+    assert recorder.reason() == "cancelled" and not recorder.of(NewToken) and not recorder.of(Prefilled)
     big = [layer for layer, rows in layers if rows > 20]
     assert big[-1] == 2 and big.count(1) == big.count(2) == big.count(3) + 1  # not a layer more
     monkeypatch.setattr(scheduler.batch, "run_layers", plain)
     again = submit(scheduler, long)
     scheduler_ids, other_ids = again.ids(), other.ids()
-    assert again.of(Started)[0].cached_tokens > 0  # what was read in stays
+    assert again.of(Started)[0].cached_tokens > 0  # the chunks before stay cached
     numbers = scheduler.statistics()
     assert numbers["rows_cancelled"] == 1 and numbers["rows_length"] == 2 and numbers["failed_forwards"] >= 1
     scheduler.close()
@@ -147,24 +147,24 @@ def test_cancel_in_the_queue_and_between_tokens(serve):
     assert waiting.reason() == "cancelled" and [type(e) for e in waiting.events] == [Finished]
     assert len(first.ids()) == 3 and first.reason() == "cancelled"
     next_one = Request((*PROMPT, *first.ids(), 5), 6)
-    heard = submit(scheduler, next_one).wait()
-    assert heard.of(Started)[0].cached_tokens >= len(PROMPT) + 2
-    assert heard.ids() == reference_ids(scheduler.model, next_one)
-    heard.active.cancel()  # too late, and no harm
+    recorder = submit(scheduler, next_one).wait()
+    assert recorder.of(Started)[0].cached_tokens >= len(PROMPT) + 2
+    assert recorder.ids() == reference_ids(scheduler.model, next_one)
+    recorder.active.cancel()  # too late, and no harm
     assert scheduler.statistics()["rows_length"] == 1
 
 
 def test_cancel_from_another_thread(serve):
     scheduler = serve(2, DRAFT="0")
-    heard = submit(scheduler, Request(PROMPT, 1500))
+    recorder = submit(scheduler, Request(PROMPT, 1500))
     deadline = time.monotonic() + SECONDS
-    while len(heard.of(NewToken)) < 5 and time.monotonic() < deadline:
+    while len(recorder.of(NewToken)) < 5 and time.monotonic() < deadline:
         time.sleep(0.005)
-    heard.active.cancel()
-    assert heard.reason() == "cancelled" and 5 <= len(heard.ids()) < 1500
+    recorder.active.cancel()
+    assert recorder.reason() == "cancelled" and 5 <= len(recorder.ids()) < 1500
 
 
-def test_a_listener_that_raises_loses_its_job_alone(serve, expected):
+def test_a_listener_that_raises_ends_its_request_alone(serve, expected):
     scheduler = serve(DRAFT="3")
     request = next(iter(expected))
 
@@ -180,14 +180,14 @@ def test_a_listener_that_raises_loses_its_job_alone(serve, expected):
 
 def test_close_ends_everything_at_once(serve):
     scheduler = serve(2, PREFILL_CHUNK=100)
-    heard = [submit(scheduler, Request(PROMPT, 1500)) for _ in range(4)]
-    heard.append(submit(scheduler, Request(tuple(range(500)), 1500, num_samples=2), 2))
+    recorder = [submit(scheduler, Request(PROMPT, 1500)) for _ in range(4)]
+    recorder.append(submit(scheduler, Request(tuple(range(500)), 1500, num_samples=2), 2))
     deadline = time.monotonic() + SECONDS
-    while not heard[0].of(NewToken) and time.monotonic() < deadline:
+    while not recorder[0].of(NewToken) and time.monotonic() < deadline:
         time.sleep(0.005)
     scheduler.close()
     assert not scheduler.thread.is_alive()
-    assert [h.reason() for h in heard[:4]] == ["cancelled"] * 4 and heard[4].reason(1) == "cancelled"
+    assert [h.reason() for h in recorder[:4]] == ["cancelled"] * 4 and recorder[4].reason(1) == "cancelled"
     scheduler.close()
     with pytest.raises(RuntimeError, match="closed"):
         submit(scheduler, Request(PROMPT, 1))
@@ -195,10 +195,10 @@ def test_close_ends_everything_at_once(serve):
 
 def test_a_listener_may_close(serve):
     scheduler = serve(1)
-    heard = submit(
+    recorder = submit(
         scheduler, Request(PROMPT, 1500), then=lambda e: scheduler.close() if isinstance(e, NewToken) else None
     )
-    assert heard.reason() == "cancelled"
+    assert recorder.reason() == "cancelled"
     scheduler.thread.join(SECONDS)
     assert not scheduler.thread.is_alive()
 
@@ -212,11 +212,11 @@ def test_idle_costs_nothing(serve):
     assert time.process_time() - before < 0.1
 
 
-# --- what breaks ------------------------------------------------------------------------------------------------------
+# --- errors ------------------------------------------------------------------------------------------------------
 
 
 def test_a_nan_ends_its_own_request_alone(serve, expected, tmp_path):
-    """A token whose embedding is no number: whoever has it gets the error, at whatever draft depth the others go on."""
+    """A token whose embedding is NaN: its request gets the error, the others continue at any draft depth."""
     folder = tmp_path / "nan"
     folder.mkdir()
     source = FIXTURES / NAME
@@ -230,10 +230,10 @@ def test_a_nan_ends_its_own_request_alone(serve, expected, tmp_path):
     assert all(bad not in (*request.prompt_ids, *ids) for request, ids in expected.items())
     scheduler = serve(5, folder=folder, DRAFT="3")
     requests = list(expected)
-    heard = [submit(scheduler, request) for request in requests[:3]]
+    recorder = [submit(scheduler, request) for request in requests[:3]]
     broken = submit(scheduler, Request((*PROMPT, bad), 5, num_samples=2), 2)
-    heard += [submit(scheduler, request) for request in requests[3:6]]
-    assert [h.ids() for h in heard] == [expected[request] for request in requests[:6]]
+    recorder += [submit(scheduler, request) for request in requests[3:6]]
+    assert [h.ids() for h in recorder] == [expected[request] for request in requests[:6]]
     assert broken.reason(0) == broken.reason(1) == "error"
     assert "not finite at position" in broken.of(Finished)[0].error
     assert scheduler.statistics()["rows_error"] == 2 and scheduler.statistics()["slots_free"] == 5
@@ -241,7 +241,7 @@ def test_a_nan_ends_its_own_request_alone(serve, expected, tmp_path):
 
 
 def test_read_errors(serve, expected):
-    """One that goes away changes nothing; one that stays ends what needs the expert, and the server lives on."""
+    """A transient one changes nothing; a permanent one ends what needs the expert, and the server continues."""
     scheduler, requests = serve(3, cap=1, DRAFT="3"), list(expected)
     disk, plain, fail = scheduler.model.experts.disk, scheduler.model.experts.disk.read_expert, []
 
@@ -253,24 +253,24 @@ def test_read_errors(serve, expected):
     disk.read_expert = read
     failures = [True]
     fail.append(lambda: failures and failures.pop())
-    heard = [submit(scheduler, request) for request in requests[:3]]
-    assert [h.ids() for h in heard] == [expected[request] for request in requests[:3]] and not failures
+    recorder = [submit(scheduler, request) for request in requests[:3]]
+    assert [h.ids() for h in recorder] == [expected[request] for request in requests[:3]] and not failures
     fail.append(lambda: True)
-    heard = [submit(scheduler, request) for request in requests[3:6]]
-    assert [h.reason() for h in heard] == ["error"] * 3
-    assert all("Input/output error (5)" in h.of(Finished)[0].error for h in heard)
+    recorder = [submit(scheduler, request) for request in requests[3:6]]
+    assert [h.reason() for h in recorder] == ["error"] * 3
+    assert all("Input/output error (5)" in h.of(Finished)[0].error for h in recorder)
     fail.clear()
     assert [submit(scheduler, request).ids() for request in requests[3:6]] == [expected[r] for r in requests[3:6]]
     scheduler.close()
     scheduler.model.experts.check()
 
 
-def test_a_fault_of_ours_ends_what_is_under_way_alone(serve, expected, monkeypatch):
+def test_an_internal_error_ends_what_runs_and_nothing_else(serve, expected, monkeypatch):
     scheduler = serve(2)
     request = next(iter(expected))
     monkeypatch.setattr(scheduler.chunked_prefill, "schedule", lambda *_: 1 / 0)
-    heard = [submit(scheduler, request), submit(scheduler, Request(PROMPT, 3, num_samples=2), 2)]
-    assert heard[0].reason() == heard[1].reason(1) == "error"
-    assert heard[0].of(Finished)[0].error.startswith("ZeroDivisionError")
+    recorder = [submit(scheduler, request), submit(scheduler, Request(PROMPT, 3, num_samples=2), 2)]
+    assert recorder[0].reason() == recorder[1].reason(1) == "error"
+    assert recorder[0].of(Finished)[0].error.startswith("ZeroDivisionError")
     monkeypatch.undo()
     assert submit(scheduler, request).ids() == expected[request]

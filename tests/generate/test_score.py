@@ -110,8 +110,8 @@ def test_four_choices_of_one_context_cost_little_more_than_one(load, monkeypatch
     assert totals == [40 + 3, 40 + 12] and totals[1] <= 1.3 * totals[0]
 
 
-def test_what_contexts_begin_alike_with_goes_through_once(load, monkeypatch):
-    """As examples before questions: 5 contexts that share 30 ids, at 24 rows a sweep. The scores are the same."""
+def test_the_shared_prefix_of_contexts_is_prefilled_once(load, monkeypatch):
+    """As examples before questions: 5 contexts that share 30 ids, at 24 rows a pass. The scores are the same."""
     seq = reference("glm_moe_dsa")[0]["seq"]
     contexts = [(*seq[:30], 9 + i, 8, 7) for i in range(4)] + [tuple(seq[:31])]
     requests = [ScoreRequest(context, (5 + i, 6, 4)) for context in contexts for i in range(2)]
@@ -146,7 +146,7 @@ def test_shared_length(contexts, chunk, shared):
     assert shared_length(contexts, chunk) == shared
 
 
-def test_a_group_that_does_not_fit_goes_in_parts(load, monkeypatch):
+def test_a_group_that_does_not_fit_is_divided(load, monkeypatch):
     """Eight choices of a context of 40 positions: what fits goes together, and the numbers are the same."""
     context = tuple(reference("glm_moe_dsa")[0]["seq"][:40])
     model = load(FIXTURES / "glm_moe_dsa").model
@@ -161,7 +161,7 @@ def test_a_group_that_does_not_fit_goes_in_parts(load, monkeypatch):
             assert score.logprob == pytest.approx(expected[i].logprob, abs=1e-4)
 
 
-def test_one_sweep_over_the_experts_serves_many_requests(load, monkeypatch):
+def test_one_pass_over_the_experts_serves_many_requests(load, monkeypatch):
     model = load(FIXTURES / "glm_moe_dsa", cap=1).model
     asked, plain = [], type(model.experts).request
     monkeypatch.setattr(
@@ -238,7 +238,7 @@ def test_the_prefix_is_added_to_raw_tokens_unless_they_have_it(score_lines):
     assert_same(unconditional, explicit)
 
 
-def test_without_a_tokenizer_the_prefix_is_off_and_that_is_said(score_lines, tmp_path):
+def test_without_a_tokenizer_the_prefix_is_off_with_a_notice(score_lines, tmp_path):
     process = score_lines([line_of([1, 2], [3])], SNAP=FIXTURES / "glm_moe_dsa")
     assert process.returncode == 0 and b"[prefix] no tokenizer with [gMASK] <sop>" in process.stderr
     folder = tmp_path / "snap"
