@@ -26,9 +26,9 @@ def find_fused_experts(
     dtypes: tuple[str, ...]
     mxfp4, floats = family.mxfp4_expert_tensors(config, layer), family.fused_expert_tensors(config, layer)
     if any(name in index for name, _ in mxfp4.values()):
-        table, split, dtypes = mxfp4, split_mxfp4_expert, ("U8",)
+        table, dtypes = mxfp4, ("U8",)
     elif any(name in index for name, _ in floats.values()):
-        table, split, dtypes = floats, split_float_expert, tuple(FLOATS)
+        table, dtypes = floats, tuple(FLOATS)
     else:
         return None
     for expert in range(config.num_experts):
@@ -36,7 +36,7 @@ def find_fused_experts(
         if single in index:
             raise Refused(f"{index.folder}: layer {layer} has its experts twice, as {single} and fused")
     entries = {word: index.find_checked(name, shape, dtypes) for word, (name, shape) in table.items()}
-    return lambda expert: split(config, family, entries, expert)
+    return lambda expert: split_expert(config, family, entries, expert)
 
 
 def slice_expert(entry: TensorEntry, expert: int) -> TensorEntry:
@@ -45,11 +45,18 @@ def slice_expert(entry: TensorEntry, expert: int) -> TensorEntry:
     return slice_bytes(entry, num_bytes * expert, num_bytes)
 
 
-def split_float_expert(
+def split_expert(
     config: ModelConfig, family: Family, entries: dict[str, TensorEntry], expert: int
 ) -> list[StoredWeight]:
+    """The matrices [gate, up, down] of one expert; entries: by the words of the family's table."""
     W, D = config.moe_intermediate_size, config.hidden_size
-    gate_up, down = slice_expert(entries["gate_up"], expert), slice_expert(entries["down"], expert)
+    sliced = {word: slice_expert(entry, expert) for word, entry in entries.items()}
+    gate_up, down = sliced["gate_up"], sliced["down"]
+    if "gate_up_scales" in sliced:  # MXFP4
+        scales, down_scales = sliced["gate_up_scales"], sliced["down_scales"]
+        rows = [RowSelection(i, 2, 2 * W) for i in (0, 1)]
+        gate, up = (StoredWeight(gate_up.name, MXFP4, W, D, gate_up, scales, selection) for selection in rows)
+        return [gate, up, StoredWeight(down.name, MXFP4, D, W, down, down_scales)]
     fmt, down_fmt = FLOATS[gate_up.dtype], FLOATS[down.dtype]
     if family.is_gate_up_interleaved:
         rows = [RowSelection(i, 2, 2 * W, is_transposed=True) for i in (0, 1)]
@@ -58,13 +65,3 @@ def split_float_expert(
     half = gate_up.num_bytes // 2
     gate, up = (StoredWeight(gate_up.name, fmt, W, D, slice_bytes(gate_up, start, half)) for start in (0, half))
     return [gate, up, StoredWeight(down.name, down_fmt, D, W, down)]
-
-
-def split_mxfp4_expert(
-    config: ModelConfig, family: Family, entries: dict[str, TensorEntry], expert: int
-) -> list[StoredWeight]:
-    W, D = config.moe_intermediate_size, config.hidden_size
-    gate_up, scales, down, down_scales = (slice_expert(entry, expert) for entry in entries.values())
-    rows = [RowSelection(i, 2, 2 * W) for i in (0, 1)]
-    gate, up = (StoredWeight(gate_up.name, MXFP4, W, D, gate_up, scales, selection) for selection in rows)
-    return [gate, up, StoredWeight(down.name, MXFP4, D, W, down, down_scales)]

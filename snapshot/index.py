@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from errors import Refused, shorten, show
 from kernels.formats import DTYPES
-from snapshot.reader import open_file, parse_json_object, read_json_object
+from snapshot.reader import open_checked, parse_json_object, read_json_object
 
 INDEX_FILE = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
@@ -189,21 +189,15 @@ def describe_shards(names: list[str]) -> tuple[str, bool]:
 
 def read_header(path: Path) -> tuple[dict[str, TensorEntry], dict[str, Any]]:
     """One file -> ({name: TensorEntry}, metadata). The file must be exactly as long as its header says."""
-    try:
-        with open(open_file(path), "rb") as file:
-            file_bytes = os.fstat(file.fileno()).st_size
-            length_field = file.read(8)
-            header_bytes = int.from_bytes(length_field, "little")
-            if header_bytes > MAX_HEADER_BYTES:
-                problem = f"says its header has {header_bytes} bytes, above the limit of {MAX_HEADER_BYTES}"
-                raise Refused(f"{path}: {problem}; it is no safetensors file, or broken: download it again")
-            if len(length_field) < 8 or header_bytes > file_bytes - 8:
-                raise Refused(f"{path}: is shorter than its header says ({file_bytes} bytes); download it again")
-            data = file.read(header_bytes)
-    except FileNotFoundError:
-        raise Refused(f"{path}: no such file; the snapshot is incomplete") from None
-    except OSError as error:
-        raise Refused(f"{path}: {error.strerror}") from None
+    with open_checked(path, "the snapshot is incomplete") as (file, file_bytes):
+        length_field = file.read(8)
+        header_bytes = int.from_bytes(length_field, "little")
+        if header_bytes > MAX_HEADER_BYTES:
+            problem = f"says its header has {header_bytes} bytes, above the limit of {MAX_HEADER_BYTES}"
+            raise Refused(f"{path}: {problem}; it is no safetensors file, or broken: download it again")
+        if len(length_field) < 8 or header_bytes > file_bytes - 8:
+            raise Refused(f"{path}: is shorter than its header says ({file_bytes} bytes); download it again")
+        data = file.read(header_bytes)
     header = parse_json_object(data, f"{path}: the safetensors header")
     metadata = header.pop("__metadata__", None)
     metadata = metadata if isinstance(metadata, dict) else {}

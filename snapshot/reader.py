@@ -6,10 +6,10 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from errors import Refused, shorten
 
@@ -39,18 +39,24 @@ def open_file(path: Path, flags: int = 0) -> int:
     return os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
 
 
-def read_file(path: Path, advice: str = "SNAP must name a Hugging Face snapshot folder") -> bytes:
-    """All bytes of a small file; `advice` says what to do if there is none."""
+@contextmanager
+def open_checked(path: Path, advice: str) -> Iterator[tuple[BinaryIO, int]]:
+    """-> (a file to read, its bytes). Every OSError becomes Refused; `advice` says what to do if there is no file."""
     try:
         with open(open_file(path), "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            if size > MAX_TEXT_BYTES:
-                raise Refused(f"{path}: has {size} bytes, above the limit of {MAX_TEXT_BYTES}")
-            return file.read()
+            yield file, os.fstat(file.fileno()).st_size
     except FileNotFoundError:
         raise Refused(f"{path}: no such file; {advice}") from None
     except OSError as error:
         raise Refused(f"{path}: {error.strerror}") from None
+
+
+def read_file(path: Path, advice: str = "SNAP must name a Hugging Face snapshot folder") -> bytes:
+    """All bytes of a small file."""
+    with open_checked(path, advice) as (file, size):
+        if size > MAX_TEXT_BYTES:
+            raise Refused(f"{path}: has {size} bytes, above the limit of {MAX_TEXT_BYTES}")
+        return file.read()
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
