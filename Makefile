@@ -42,7 +42,7 @@ lint: setup  ## ruff: rules and format; mypy: types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-native: setup  ## compile the C kernels for every set of instructions of this machine
+native: setup  ## compile the C kernels for every instruction set of this machine
 	$(BIN)/python scripts/native.py
 
 native-asan: setup  ## the kernel tests with the sanitizers for addresses and undefined behaviour, some minutes

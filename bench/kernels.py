@@ -1,16 +1,18 @@
-"""Each C kernel at the shapes of GLM-5.2, against a plain read of memory and against torch, all in one run.
+"""Speed of the C kernels at the shapes of GLM-5.2, against a plain read of memory and against torch, in one run.
 
     make bench-kernels            or     python bench/kernels.py [--threads 1] [--rows 1,4,64] [--only int4-g64,bf16]
 
 MBU is weight bytes a second over those of a plain read with as many threads, of the same kind of memory. Matrices are
-taken in turn from far more memory than any cache holds. Every number is the median of many calls; the plain read is
-measured anew before each line. With one thread the clock is the thread's own, so that a busy machine disturbs less.
+used in turn from far more memory than any cache holds. Every number is the median of many calls; the plain read is
+measured again before each line. With one thread the clock counts the thread's CPU time, so that a busy machine disturbs
+less.
 """
 
 import argparse
 import statistics
 import sys
 import time
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -22,7 +24,7 @@ from kernels.build import VARIANTS, usable_variants
 from kernels.dispatch import open_library
 from kernels.formats import FORMATS, FP8
 from kernels.quantize import quantize_fp8, quantize_rows
-from kernels.weight import view_weight
+from kernels.weight import Weight, view_weight
 from machine.arena import Arena, align_to_line
 from machine.threads import num_threads
 from settings import Settings
@@ -36,60 +38,63 @@ READ_BYTES = 256 << 20
 SECONDS = 0.4  # of one measurement
 EXPERTS = 8
 
+Work = Callable[[int], object]  # one call of a kernel, on the i-th matrix
+
 
 class KernelBench:
     """One library, its threads, and a clock."""
 
-    def __init__(self, threads, variants):
+    def __init__(self, threads: int, variants: list[str]):
         self.native = open_library(variants, Settings.read([]).cache / "kernels")
         self.native.set_threads(threads)
         torch.set_num_threads(threads)
         self.clock = time.thread_time if threads == 1 else time.perf_counter
         self.memory = Arena(READ_BYTES).allocate(READ_BYTES).fill_(1)
-        self.reads = []
+        self.reads: list[float] = []  # GB/s
 
-    def seconds(self, work):
-        """Of one call of work(i), the median of many; the first is not counted."""
-        times, until = [], time.perf_counter() + SECONDS
+    def seconds(self, work: Work) -> float:
+        """Median seconds of one call of work(i), without the first."""
+        times: list[float] = []
+        until = time.perf_counter() + SECONDS
         while len(times) < 5 or time.perf_counter() < until:
             started = self.clock()
             work(len(times))
             times.append(self.clock() - started)
         return statistics.median(times[1:])
 
-    def read(self):
-        """A plain read of memory, GB/s."""
+    def measure_read(self) -> float:
+        """Speed of a plain read of memory, GB/s."""
         self.reads.append(READ_BYTES / self.seconds(lambda _: self.native.read_memory(self.memory)) / 1e9)
         return self.reads[-1]
 
-    def line(self, name, num_bytes, work_of, rows):
-        """Speed, MBU and GFLOP/s of products of WIDTH x HIDDEN for each number of rows."""
-        read, words = self.read(), ""
+    def print_linear(self, name: str, num_bytes: int, work_of: Callable[[int], Work], rows: Sequence[int]) -> None:
+        """Print speed, MBU and GFLOP/s of products of WIDTH x HIDDEN for each number of token rows."""
+        read, columns = self.measure_read(), ""
         for count in rows:
             seconds = self.seconds(work_of(count))
             speed, flops = num_bytes / seconds / 1e9, 2 * count * WIDTH * HIDDEN / seconds / 1e9
-            words += f"{speed:8.1f}{speed / read:6.2f}{flops:7.0f} "
-        print(f"{name:11}{words}", flush=True)
+            columns += f"{speed:8.1f}{speed / read:6.2f}{flops:7.0f} "
+        print(f"{name:11}{columns}", flush=True)
 
-    def experts(self, name):
-        """Eight routed experts of one layer and one token, in one call."""
+    def print_experts(self, name: str) -> None:
+        """Print the speed of eight routed experts of one layer and one token, in one call."""
         matrices = [make_weights(name, WIDTH, HIDDEN), make_weights(name, HIDDEN, WIDTH)]
         count = min(len(matrices[0]) // 2, len(matrices[1]))
         experts = [(matrices[0][2 * i], matrices[0][2 * i + 1], matrices[1][i]) for i in range(count)]
-        x, shares, starts = torch.randn(1, HIDDEN), torch.full((EXPERTS,), 0.125), torch.arange(EXPERTS + 1)
-        rows, read = torch.zeros(EXPERTS, dtype=torch.int64), self.read()
+        x, topk_weights, starts = torch.randn(1, HIDDEN), torch.full((EXPERTS,), 0.125), torch.arange(EXPERTS + 1)
+        rows, read = torch.zeros(EXPERTS, dtype=torch.int64), self.measure_read()
 
         def work(i):
-            chosen = [experts[(i * EXPERTS + e) % count] for e in range(EXPERTS)]
-            self.native.add_experts(torch.zeros_like(x), x, chosen, starts, rows, shares)
+            active = [experts[(i * EXPERTS + e) % count] for e in range(EXPERTS)]
+            self.native.add_experts(torch.zeros_like(x), x, active, starts, rows, topk_weights)
 
         seconds = self.seconds(work)
         speed = EXPERTS * sum(matrix.num_bytes for matrix in experts[0]) / seconds / 1e9
         print(f"{name:11}{speed:8.1f}{speed / read:6.2f} {seconds * 1e3:9.2f} ms", flush=True)
 
 
-def make_weights(name, rows, columns):
-    """Matrices of one format, random, with 16-bit scales, that together are far larger than the caches."""
+def make_weights(name: str, rows: int, columns: int) -> list[Weight]:
+    """Random matrices of one format, with 16-bit scales, together far larger than the caches."""
     fmt, matrix = FORMATS[name], torch.randn(rows, columns) * 0.02
     scale_dtype = torch.float16 if fmt.is_integer else torch.float32
     size = align_to_line(fmt.num_bytes(rows, columns, scale_dtype.itemsize))
@@ -111,36 +116,38 @@ def make_weights(name, rows, columns):
     return weights
 
 
-def native_work(bench, weights, count):
+def native_work(bench: KernelBench, weights: list[Weight], count: int) -> Work:
     x = torch.randn(count, HIDDEN)
     return lambda i: bench.native.linear(x, weights[i % len(weights)])
 
 
-def torch_work(weights, count):
+def torch_work(weights: list[Weight], count: int) -> Work:
     x = torch.randn(count, HIDDEN).bfloat16()
     return lambda i: F.linear(x, weights[i % len(weights)].data)
 
 
-def main(arguments=None):
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=num_threads())
     parser.add_argument("--rows", type=lambda text: [int(n) for n in text.split(",")], default=ROWS)
     parser.add_argument("--only", type=lambda text: text.split(","), default=NAMES)
-    parser.add_argument("--kernels", choices=VARIANTS, help="a set of instructions, else the best")
+    parser.add_argument("--kernels", choices=VARIANTS, help="an instruction set, else the best")
     args = parser.parse_args(arguments)
     bench = KernelBench(args.threads, [args.kernels] if args.kernels else usable_variants())
     print(f"{bench.native.name}, {args.threads} thread{'s' * (args.threads > 1)}, matrices {WIDTH} x {HIDDEN}")
-    print(f"plain read of memory: {bench.read():.1f} GB/s\n")
+    print(f"plain read of memory: {bench.measure_read():.1f} GB/s\n")
     print("linear     " + "".join(f"{f'{count} row' + 's' * (count > 1):>21} " for count in args.rows))
     print(" " * 11 + "    GB/s   MBU GFLOPS " * len(args.rows))
-    bench.line("torch bf16", WIDTH * HIDDEN * 2, partial(torch_work, make_weights("bf16", WIDTH, HIDDEN)), args.rows)
+    bench.print_linear(
+        "torch bf16", WIDTH * HIDDEN * 2, partial(torch_work, make_weights("bf16", WIDTH, HIDDEN)), args.rows
+    )
     for name in args.only:
         weights = make_weights(name, WIDTH, HIDDEN)
-        bench.line(name, weights[0].num_bytes, partial(native_work, bench, weights), args.rows)
+        bench.print_linear(name, weights[0].num_bytes, partial(native_work, bench, weights), args.rows)
     print(f"\n{EXPERTS} experts of one token in one call\n" + " " * 11 + "    GB/s   MBU")
     for name in FUSED:
         if name in args.only:
-            bench.experts(name)
+            bench.print_experts(name)
     reads = sorted(bench.reads)
     print(f"\nplain read of memory: {statistics.median(reads):.1f} GB/s, from {reads[0]:.1f} to {reads[-1]:.1f}")
 

@@ -17,7 +17,7 @@ SUFFIXES = (".py", ".c", ".h", ".inc")
 FOLDERS = {  # product folders in the order of imports, lowest first; then what is around them
     "": "The command line, settings and errors.",
     "kernels": "Operations on arrays: defined in torch, computed in C. Arrays -> arrays.",
-    "kernels/csrc": "The C kernels, compiled once for each set of instructions at first use.",
+    "kernels/csrc": "The C kernels, compiled for the best instruction set at first use.",
     "machine": "What the operating system gives: memory, threads, files, console, exit codes.",
     "snapshot": "Checkpoint files -> named tensors, checked before anything is allocated.",
     "snapshot/families": "One file for each model type: config keys, tensor names and shapes.",

@@ -1,7 +1,7 @@
-"""Compiles csrc/ into a shared library, at first use or by `make native`, and finds it again.
+"""Compile csrc/ into a shared library, at first use or by `make native`, and find it again.
 
-A library's name is made from its sources, the compiler and the set of instructions, so a stale one is never loaded. It
-lives in a folder that must be the user's own, for whoever may write there decides what the engine runs.
+The name of a library contains a hash of its sources, the compiler and the instruction set, so a stale one is never
+loaded. Its folder must belong to the user alone: whoever may write there decides what the engine runs.
 """
 
 import fcntl
@@ -13,13 +13,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
 SOURCES = Path(__file__).resolve().parent / "csrc"
-# What one run of the compiler takes together, side by side with the others; the longest run first. Small files share a
-# run, for each run spends a sixth of a second on the headers of the instructions.
+# Compilation units, compiled in parallel, the longest first. Small files share a unit: each unit spends a sixth of a
+# second on the headers of the SIMD intrinsics.
 UNITS = (
     ("gemv_int.c",),
     ("gemm_int.c",),
@@ -27,7 +28,7 @@ UNITS = (
     ("matmul.c", "moe.c", "router.c", "norms.c", "logprobs.c", "library.c", "pool.c"),
 )
 FLAGS = ("-std=c11", "-O3", "-ffp-contract=off", "-fPIC", "-pthread", "-fvisibility=hidden", "-w", "-D_GNU_SOURCE")
-# The sets of instructions, the best first, each by the features it needs, in the words of /proc/cpuinfo.
+# The instruction sets, the fastest first, each with the features it needs as /proc/cpuinfo names them.
 AVX2 = ("avx2", "fma", "f16c")
 AVX512 = (*AVX2, "avx512f", "avx512bw", "avx512dq", "avx512vl")
 NEON = ("asimd",)
@@ -47,15 +48,15 @@ COMPILE_SECONDS = 300
 
 
 class BuildError(Exception):
-    """There is no library, and why, in one line."""
+    """No library could be made; the reason in one line."""
 
 
 class NoCompiler(BuildError):
-    """The one reason that is nobody's fault."""
+    """There is no C compiler on this machine."""
 
 
-def processor_flags():
-    """What /proc/cpuinfo says the processor can do; where there is none, what every processor of its kind can."""
+def processor_flags() -> set[str]:
+    """The features of the processor by /proc/cpuinfo; without that file, the baseline of its architecture."""
     baseline = NEON if platform.machine() in ("aarch64", "arm64") else ()
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -65,34 +66,36 @@ def processor_flags():
     return {*baseline, *flags.partition(":")[2].replace("avx512_", "avx512").replace("amx_", "amx-").split()}
 
 
-def usable_variants():
-    """The sets of instructions of this processor, the fastest first."""
+def usable_variants() -> list[str]:
+    """The instruction sets of this processor, the fastest first."""
     has = processor_flags()
     return [name for name, needs in VARIANTS.items() if has.issuperset(needs)]
 
 
-def machine_flags(variant, command):
-    """A set of instructions in the words of a compiler."""
+def machine_flags(variant: str, command: Sequence[str]) -> list[str]:
+    """The flags that select an instruction set in a compiler."""
     if variant == "neondot":
         return ["-mcpu=generic+dotprod" if "ziglang" in command else "-march=armv8.2-a+dotprod"]
     return [] if variant == "neon" else [f"-m{feature}" for feature in VARIANTS[variant]]
 
 
-def compilers():
+def compilers() -> list[list[str]]:
     """Commands that may compile C, in the order in which they are tried."""
     found = [[path] for path in map(shutil.which, COMPILERS) if path]
     return [*found, [sys.executable, "-m", "ziglang", "cc"]]
 
 
-def has_compiler():
-    """Whether there is something to compile with, as far as can be seen without running it."""
+def has_compiler() -> bool:
+    """True if a compiler seems to be installed; none is run."""
     return any(shutil.which(name) for name in COMPILERS) or importlib.util.find_spec("ziglang") is not None
 
 
-def find_library(folder, variant, compiler=None, extra=()):
-    """The library for a set of instructions in `folder`, compiled if it is not there -> Path; or BuildError."""
-    check_own(folder)
-    problems = []
+def find_library(
+    folder: Path, variant: str, compiler: Sequence[str] | None = None, extra: tuple[str, ...] = ()
+) -> Path:
+    """The library for an instruction set in `folder`, compiled if it is not there; raises BuildError."""
+    check_private(folder)
+    problems: list[str] = []
     for command in [compiler] if compiler else compilers():
         version = compiler_version(command)
         if version is None:
@@ -100,7 +103,7 @@ def find_library(folder, variant, compiler=None, extra=()):
         path = folder / f"kernels-{variant}-{source_hash(command, version, variant, extra)}.so"
         if path.exists():
             return path
-        with locked(folder):  # a second process waits for the first, and finds what it made
+        with locked(folder):  # a second process waits for the first, and finds the library that it made
             if path.exists() or compile_into(path, command, variant, extra, problems):
                 return path
     if problems:
@@ -108,8 +111,9 @@ def find_library(folder, variant, compiler=None, extra=()):
     raise NoCompiler("no C compiler was found (cc, gcc, clang, or pip install ziglang)")
 
 
-def compile_into(path, command, variant, extra, problems):
-    """Compile the files side by side, link under another name, then rename -> whether it worked."""
+def compile_into(path: Path, command: Sequence[str], variant: str, extra: tuple[str, ...], problems: list[str]) -> bool:
+    """Compile the units in parallel, link under another name, then rename -> True, or False after an error, which is
+    appended to `problems`."""
     flags = [*FLAGS, *machine_flags(variant, command), f"-DNAME={variant}", f"-D{variant.upper()}", *extra]
     with tempfile.TemporaryDirectory(dir=path.parent, suffix=".partial") as folder:
         units = [write_unit(Path(folder, f"{i}.c"), files) for i, files in enumerate(UNITS)]
@@ -131,21 +135,21 @@ def compile_into(path, command, variant, extra, problems):
     return False
 
 
-def write_unit(path, files):
+def write_unit(path: Path, files: Sequence[str]) -> Path:
     """A C file that includes others -> its path."""
     path.write_text("".join(f'#include "{SOURCES / file}"\n' for file in files))
     return path
 
 
-def run_compiler(line):
-    """Run a compiler; BuildError with its first error in one line where it fails."""
+def run_compiler(line: Sequence[str]) -> None:
+    """Run a compiler; raises BuildError with its first error in one line."""
     done = subprocess.run(line, capture_output=True, text=True, timeout=COMPILE_SECONDS, errors="replace")
     if done.returncode:
         lines = done.stderr.splitlines()
         raise BuildError(next((text for text in lines if "error" in text), done.stderr.strip()[-200:]))
 
 
-def compiler_version(command):
+def compiler_version(command: Sequence[str]) -> str | None:
     try:
         done = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=60, errors="replace")
     except (OSError, subprocess.SubprocessError):
@@ -153,8 +157,8 @@ def compiler_version(command):
     return done.stdout if done.returncode == 0 else None
 
 
-def source_hash(command, version, variant, extra):
-    """Twenty digits that change with a source, the compiler, the flags or the kind of machine."""
+def source_hash(command: Sequence[str], version: str, variant: str, extra: tuple[str, ...]) -> str:
+    """Twenty digits that change with a source, the compiler, the flags or the architecture."""
     digest = hashlib.sha256()
     for path in sorted(SOURCES.iterdir()):
         digest.update(path.name.encode() + path.read_bytes())
@@ -163,19 +167,19 @@ def source_hash(command, version, variant, extra):
     return digest.hexdigest()[:20]
 
 
-def check_own(folder):
-    """Make the folder; refuse one that another user owns or may write to."""
+def check_private(folder: Path) -> None:
+    """Create the folder; raise BuildError if another user owns it or may write to it."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         state = folder.stat()
     except OSError as error:
         raise BuildError(f"{folder}: {error.strerror}") from None
     if state.st_uid != os.getuid() or state.st_mode & 0o022:
-        raise BuildError(f"{folder}: is not yours alone (chmod go-w, or set XDG_CACHE_HOME)")
+        raise BuildError(f"{folder}: must be writable by you alone (chmod go-w, or set XDG_CACHE_HOME)")
 
 
 @contextmanager
-def locked(folder):
+def locked(folder: Path) -> Iterator[None]:
     with open(folder / "build.lock", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

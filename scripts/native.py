@@ -1,4 +1,4 @@
-"""Compile the C kernels for every set of instructions of this machine: `make native`. Else it is at first use."""
+"""Compile the C kernels for every instruction set of this machine: `make native`. Else the first run compiles them."""
 
 import sys
 import time
@@ -9,7 +9,7 @@ from kernels.build import BuildError, find_library, usable_variants
 from settings import Settings
 
 
-def main():
+def main() -> int:
     folder = Settings.read([]).cache / "kernels"
     made = 0
     for name in usable_variants():
@@ -17,7 +17,7 @@ def main():
         try:
             path = find_library(folder, name)
         except BuildError as error:
-            print(f"native: {name}: {error}", file=sys.stderr)  # an older compiler may not know the newest instructions
+            print(f"native: {name}: {error}", file=sys.stderr)  # older compilers lack the newest ones
             continue
         made += 1
         print(f"{name:12}{path}  ({time.monotonic() - started:.1f} s)")

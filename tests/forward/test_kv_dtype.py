@@ -23,7 +23,7 @@ from tests.kernels.test_kernels import attention_case, kernels, randn  # noqa: F
 
 @pytest.fixture
 def with_threads(kernels):  # noqa: F811
-    """Every set of instructions, with one thread and with two."""
+    """Every instruction set, with one thread and with two."""
 
     def each():
         for native in kernels.values():

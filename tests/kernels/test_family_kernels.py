@@ -12,7 +12,7 @@ from tests.kernels.test_kernels import kernels, randn, weights_of  # noqa: F401
 
 
 def same(kernels, work):  # noqa: F811
-    """What every set of instructions gives, the same bits."""
+    """The result of every instruction set, the same bits."""
     results = [work(native) for native in kernels.values()]
     assert all(torch.equal(result, results[0]) for result in results)
     return results[0]

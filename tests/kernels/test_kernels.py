@@ -18,13 +18,13 @@ from settings import KERNELS, Settings
 
 FOLDER = Settings.read([], {}).cache / "kernels"
 COUNTS = (1, 2, 3, 4, 5, 8, 15, 16, 17, 24, 25, 64)
-SOME_COUNTS = (1, 5, 17)  # for sets of instructions that give the bits of the first one
+SOME_COUNTS = (1, 5, 17)  # for instruction sets that give the bits of the first one
 MOST = max(COUNTS)
 
 
 @pytest.fixture(scope="session")
 def kernels(request):
-    """Every set of instructions of this processor, opened; one thread until a test asks for more."""
+    """Every instruction set of this processor, opened; one thread until a test asks for more."""
     extra = SANITIZE if request.config.getoption("--sanitize") else ()
     out = {}
     for name in usable_variants():
@@ -72,7 +72,7 @@ def mxfp4(rows, columns, seed):
 
 @pytest.mark.parametrize("fmt", FORMATS.values(), ids=str)
 def test_linear(kernels, fmt):
-    """Close to the definition, and the same bits for any number of rows and any set of instructions."""
+    """Close to the definition, and the same bits for any number of rows and any instruction set."""
     for rows, columns in ((70, 64), (33, 191), (5, 1), (70, 1024), (40, 1500)):
         columns = columns if fmt is not MXFP4 else -(-columns // 32) * 32
         x, bias = randn(MOST, columns, seed=2) * 3, randn(rows, seed=3)
@@ -113,7 +113,7 @@ def test_linear_takes_rows_with_gaps(kernels):
 @pytest.mark.parametrize(
     "fmt", [FORMATS[name] for name in ("f32", "bf16", "int8-row", "int4-g64", "int4-g16", "int2-g64")], ids=str
 )
-def test_what_is_not_finite_stays_so(kernels, fmt):
+def test_nan_and_infinity_spread_to_the_output(kernels, fmt):
     x = randn(3, 128)
     x[0, 3], x[1, 100] = torch.nan, torch.inf
     for weight in weights_of(fmt, 6, 128):
@@ -376,7 +376,7 @@ def test_a_forked_child_goes_on_alone(kernels):
 # --- building ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_best_set_of_instructions(monkeypatch):
+def test_the_best_instruction_set(monkeypatch):
     for has, best in [
         (set(), "portable"),
         (set(AVX2), "avx2"),
@@ -392,7 +392,7 @@ def test_names_in_settings_are_those_of_the_dispatch():
     assert KERNELS == dispatch.CHOICES
 
 
-def test_without_a_compiler_it_is_said_and_torch_runs(monkeypatch, tmp_path):
+def test_without_a_compiler_a_notice_says_so_and_torch_runs(monkeypatch, tmp_path):
     monkeypatch.setattr("kernels.build.compilers", lambda: [["/no/such/compiler"]])
     assert dispatch.start(None, tmp_path / "k") == (
         "[kernels] plain torch, which is slow: no C compiler was found (cc, gcc, clang, or pip install ziglang)"
@@ -412,7 +412,7 @@ def test_a_compiler_that_fails_is_named(monkeypatch, tmp_path):
     assert not list((tmp_path / "k").glob("*.so")) and not list((tmp_path / "k").glob("*.partial"))
 
 
-def test_the_next_set_of_instructions_where_the_best_is_refused(kernels, monkeypatch, tmp_path):
+def test_the_next_instruction_set_where_the_best_does_not_compile(kernels, monkeypatch, tmp_path):
     names, asked = list(kernels), []
 
     def find(folder, variant):
@@ -431,7 +431,7 @@ def test_a_folder_that_others_may_write_to_is_refused(tmp_path):
     folder = tmp_path / "k"
     folder.mkdir()
     folder.chmod(0o777)
-    assert "is not yours alone" in dispatch.start(None, folder)
+    assert "must be writable by you alone" in dispatch.start(None, folder)
     (tmp_path / "file").write_text("x")
     assert "[kernels] plain torch" in dispatch.start(None, tmp_path / "file" / "k")
 

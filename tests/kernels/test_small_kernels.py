@@ -12,7 +12,7 @@ NAN, INF = torch.nan, torch.inf
 
 
 def same(kernels, call):  # noqa: F811
-    """call(native) -> its result: the same bits from every set of instructions and with more threads."""
+    """call(native) -> its result: the same bits from every instruction set and with more threads."""
     bits = None
     for native in kernels.values():
         for threads in (1, 3):
