@@ -3,7 +3,6 @@
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from errors import Refused
 from experts.cache import ExpertCache
@@ -17,13 +16,11 @@ from load.notices import format_notices, lossy_options, run_notices
 from load.plan import MemoryPlan, make_plan
 from machine.memory import MemoryGuard, available_bytes
 from machine.threads import num_threads
+from settings import Settings
 from snapshot.config import ModelConfig, read_config
 from snapshot.dense import DenseTensors
 from snapshot.index import read_index
 from snapshot.reader import FileReader
-
-if TYPE_CHECKING:
-    from settings import Settings
 
 DEFAULT_CONTEXT = 4096
 TOKENIZER_FACTOR = 20  # memory of the tokenizer over the size of its file, measured on one of 11 MB
@@ -65,7 +62,7 @@ class LoadedModel(OpenedSnapshot):
     history: str | None  # where the usage history came from, a line for stderr
 
 
-def snapshot_folder(settings: "Settings") -> Path:
+def snapshot_folder(settings: Settings) -> Path:
     """The folder that SNAP names. Refused where it is none."""
     folder = Path(settings.snap)
     if not folder.is_dir():
@@ -73,7 +70,7 @@ def snapshot_folder(settings: "Settings") -> Path:
     return folder
 
 
-def open_snapshot(settings: "Settings", kv_slots: int = 1) -> OpenedSnapshot:
+def open_snapshot(settings: Settings, kv_slots: int = 1) -> OpenedSnapshot:
     """Read the headers and plan the memory, with kv_slots KV caches of CTX positions. Refused for a bad snapshot, and
     for one that does not fit in memory."""
     folder = snapshot_folder(settings)
@@ -107,7 +104,7 @@ def open_snapshot(settings: "Settings", kv_slots: int = 1) -> OpenedSnapshot:
     return OpenedSnapshot(folder, config, dense, disk, reader, plan, notices, lossy, resources)
 
 
-def load_model(settings: "Settings", opened: OpenedSnapshot | None = None) -> LoadedModel:
+def load_model(settings: Settings, opened: OpenedSnapshot | None = None) -> LoadedModel:
     """Load an opened snapshot (by default the one of `settings`): dense weights, and an empty expert cache."""
     opened = opened or open_snapshot(settings)
     config, plan = opened.config, opened.plan

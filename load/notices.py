@@ -4,19 +4,16 @@ Whatever makes a run's answers or speed differ from the plain run is in one of t
 """
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from experts.disk import ExpertDisk
 from kernels.formats import GROUP
 from load.plan import MemoryPlan
+from settings import Settings
 from snapshot.config import ModelConfig
 from snapshot.dense import DenseTensors
 
-if TYPE_CHECKING:
-    from settings import Settings
 
-
-def lossy_options(settings: "Settings", num_active: int, dense: DenseTensors, disk: ExpertDisk) -> tuple[str, ...]:
+def lossy_options(settings: Settings, num_active: int, dense: DenseTensors, disk: ExpertDisk) -> tuple[str, ...]:
     """The user's options that change answers, in words. num_active: active experts of a token by config.json."""
     quantizes_dense = any(dense.quantizes(stored, settings.dense_bits) for stored in dense.matrices.values())
     lossy = [
@@ -38,7 +35,7 @@ def lossy_options(settings: "Settings", num_active: int, dense: DenseTensors, di
     return tuple(lossy)
 
 
-def format_notices(settings: "Settings", dense: DenseTensors, disk: ExpertDisk) -> Iterator[str]:
+def format_notices(settings: Settings, dense: DenseTensors, disk: ExpertDisk) -> Iterator[str]:
     """The weight formats, and the arguments that have no effect on them."""
     ends = {"embedding": dense.embed_name, "head": dense.head_name}
     mtp_names = dense.mtp_names
@@ -72,7 +69,7 @@ def mtp_notices(dense: DenseTensors) -> Iterator[str]:
         yield "[MTP] the layer's input projection is int4 with one scale a row: few of its draft tokens are accepted"
 
 
-def run_notices(settings: "Settings", config: ModelConfig, dense: DenseTensors, plan: MemoryPlan) -> Iterator[str]:
+def run_notices(settings: Settings, config: ModelConfig, dense: DenseTensors, plan: MemoryPlan) -> Iterator[str]:
     """Notices of everything else that differs from a plain run."""
     if config.indexer_types and not dense.has_indexer:
         yield (

@@ -6,7 +6,7 @@ refused with need and have. The engine allocates what the plan says. GB means 1e
 """
 
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from errors import Refused
 from experts.disk import ExpertDisk
@@ -16,11 +16,9 @@ from forward.scratch import scratch_bytes
 from kernels.build import has_compiler
 from kernels.quantize import ROWS_BYTES
 from machine.memory import available_bytes, rss_bytes
+from settings import Settings
 from snapshot.config import ModelConfig
 from snapshot.dense import DenseTensors
-
-if TYPE_CHECKING:
-    from settings import Settings
 
 AUTO_SHARE = 0.88
 UNKNOWN_BUDGET = 8e9  # assumed where free memory cannot be read, as the C engine does
@@ -120,7 +118,7 @@ def make_plan(
     config: ModelConfig,
     dense: DenseTensors,
     disk: ExpertDisk,
-    settings: "Settings",
+    settings: Settings,
     context: int,
     tokenizer_bytes: int,
     kv_slots: int,

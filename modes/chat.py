@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from types import FrameType
-from typing import TYPE_CHECKING
 
 from errors import Refused
 from forward.finite import NonFinite
@@ -23,18 +22,16 @@ from modes.chat_history import ChatHistory
 from modes.chat_tools import NOTICE, make_tool
 from modes.report import RunReport, divide, save_usage
 from modes.text import describe_sampler, make_sampler, write
+from settings import Settings
 from text.detokenizer import Detokenizer
 from text.prompt import all_stop_ids, max_answer_tokens, shared_prefix_length
 from text.tokenizer import TextTokenizer
-
-if TYPE_CHECKING:
-    from settings import Settings
 
 PROMPT_SIGN = "> "
 STOPPED = "stopped"
 
 
-def run_chat(settings: "Settings", opened: OpenedSnapshot, message: str | None = None) -> int:
+def run_chat(settings: Settings, opened: OpenedSnapshot, message: str | None = None) -> int:
     """Answer `message` alone, or the lines of stdin turn by turn -> exit code."""
     tokenizer = TextTokenizer(opened.folder, opened.config)
     history = ChatHistory(settings, opened.config, tokenizer, opened.context)
@@ -106,7 +103,7 @@ class Chat:
     """A loaded model with one KV cache, which keeps the prefix that a prompt shares with the one before."""
 
     def __init__(
-        self, settings: "Settings", loaded: LoadedModel, tokenizer: TextTokenizer, tools: Sequence[Tool] = ()
+        self, settings: Settings, loaded: LoadedModel, tokenizer: TextTokenizer, tools: Sequence[Tool] = ()
     ) -> None:
         self.loaded = loaded
         self.model = loaded.model

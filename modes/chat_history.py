@@ -1,23 +1,19 @@
 """ChatHistory: the messages of an interactive chat, and the token ids that they become."""
 
-from typing import TYPE_CHECKING
-
 from errors import Refused
 from machine.console import say
+from settings import Settings
 from snapshot.config import ModelConfig
 from text.chat_turns import Message, assistant_message, drop_oldest_turns
 from text.prompt import PromptPrefix
 from text.reply import THINK
 from text.tokenizer import TextTokenizer
 
-if TYPE_CHECKING:
-    from settings import Settings
-
 
 class ChatHistory:
     """Questions and answers by turns. Every prompt is the whole history in the chat template."""
 
-    def __init__(self, settings: "Settings", config: ModelConfig, tokenizer: TextTokenizer, context: int) -> None:
+    def __init__(self, settings: Settings, config: ModelConfig, tokenizer: TextTokenizer, context: int) -> None:
         """Refused for a snapshot whose chat template is missing or fails."""
         if not isinstance(tokenizer.chat_template, str):
             raise Refused(

@@ -1,7 +1,5 @@
 """No mode: generate greedily from the prompt of REF, stop tokens ignored, and compare with its continuation."""
 
-from typing import TYPE_CHECKING
-
 from errors import Refused
 from forward.kv_cache import make_kv_cache
 from generate.decode import spec_decode
@@ -11,12 +9,10 @@ from load.model import OpenedSnapshot, load_model
 from machine.console import PrefillProgress
 from modes.reference import read_reference, reference_path
 from modes.report import RunReport
-
-if TYPE_CHECKING:
-    from settings import Settings
+from settings import Settings
 
 
-def run_check(settings: "Settings", opened: OpenedSnapshot) -> int:
+def run_check(settings: Settings, opened: OpenedSnapshot) -> int:
     """-> 0 when every token equals the reference, else 1."""
     reference = read_reference(settings, opened, "prompt_ids", "full_ids")
     prompt, full = reference["prompt_ids"], reference["full_ids"]

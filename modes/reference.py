@@ -1,23 +1,20 @@
 """Reads REF: prompt_ids, full_ids (prompt and continuation) and tf_pred (the argmax after each of full_ids)."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from errors import Refused
 from load.model import OpenedSnapshot
 from machine.fields import FieldReader
+from settings import Settings
 from snapshot.reader import read_json_object
 
-if TYPE_CHECKING:
-    from settings import Settings
 
-
-def reference_path(settings: "Settings") -> Path:
+def reference_path(settings: Settings) -> Path:
     """REF, by default ref_glm.json of the snapshot."""
     return Path(settings.ref) if settings.ref else Path(settings.snap) / "ref_glm.json"
 
 
-def read_reference(settings: "Settings", opened: OpenedSnapshot, *keys: str) -> dict[str, list[int]]:
+def read_reference(settings: Settings, opened: OpenedSnapshot, *keys: str) -> dict[str, list[int]]:
     """-> {key: token ids}. Refused for ids that are missing, outside the vocabulary, or more than CTX."""
     path = reference_path(settings)
     if not path.exists():

@@ -5,8 +5,6 @@ there to the last but one, go through the model one at a time, with the logits t
 decode are timed and counted apart.
 """
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from errors import Refused
@@ -16,12 +14,10 @@ from load.model import OpenedSnapshot, load_model
 from machine.console import PrefillProgress
 from modes.reference import read_reference, reference_path
 from modes.report import RunReport, divide
-
-if TYPE_CHECKING:
-    from settings import Settings
+from settings import Settings
 
 
-def run_replay(settings: "Settings", opened: OpenedSnapshot) -> int:
+def run_replay(settings: Settings, opened: OpenedSnapshot) -> int:
     """-> 0. The first line on stdout is REPLAY decode: N token in S s | X tok/s | expert hit Y%."""
     reference = read_reference(settings, opened, "prompt_ids", "full_ids")
     prompt, full = reference["prompt_ids"], reference["full_ids"]

@@ -5,7 +5,7 @@ import os
 import time
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from errors import Refused
 from experts.cache import CacheCounters
@@ -15,9 +15,7 @@ from load.model import LoadedModel
 from machine.console import Terminal, say, show_bar
 from machine.files import atomic_write
 from machine.memory import peak_rss_bytes, rss_bytes
-
-if TYPE_CHECKING:
-    from settings import Settings
+from settings import Settings
 
 HEARTBEAT_EVERY = 16  # tokens
 QUIET_SECONDS = 10  # between heartbeats that would cut into the text on the same terminal
@@ -118,9 +116,7 @@ class RunReport:
         known = all(drive.speed.rates for drive in drives)
         return sum(drive.speed.gigabytes_per_second for drive in drives) * 1e9 if known else None
 
-    def finish(
-        self, settings: "Settings", num_decoded: int = 0, usage_tokens: int | None = None, **more: object
-    ) -> None:
+    def finish(self, settings: Settings, num_decoded: int = 0, usage_tokens: int | None = None, **more: object) -> None:
         """End the run: print statistics and profile, add to the usage history, write REPORT.
 
         num_decoded: tokens that took the decode time. usage_tokens: tokens that went through the layers, for modes
@@ -243,7 +239,7 @@ def profile_line(profile: dict[str, float]) -> str:
     return "PROFILE: " + " | ".join(f"{stage} {seconds:.2f}" for stage, seconds in profile.items()) + " s"
 
 
-def check_report(settings: "Settings") -> None:
+def check_report(settings: Settings) -> None:
     """Refuse a REPORT that cannot be written before the run instead of after it."""
     if not settings.report:
         return
@@ -256,7 +252,7 @@ def check_report(settings: "Settings") -> None:
         raise Refused(f"REPORT={settings.report}: cannot be written; check the permissions")
 
 
-def write_report(settings: "Settings", numbers: dict[str, Any]) -> None:
+def write_report(settings: Settings, numbers: dict[str, Any]) -> None:
     """Write REPORT, complete or not at all. A pipe or device is written to instead of being replaced."""
     if not settings.report:
         return

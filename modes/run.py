@@ -3,25 +3,22 @@
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from forward.finite import NonFinite
 from load.model import OpenedSnapshot, open_snapshot, snapshot_folder
 from machine.console import Terminal, say, say_warnings
 from modes.report import check_report
+from settings import Settings
 
-if TYPE_CHECKING:
-    from settings import Settings
-
-Mode = Callable[["Settings", OpenedSnapshot], int]
+Mode = Callable[[Settings, OpenedSnapshot], int]
 MODE_SETTINGS = ("prompt", "score", "serve", "ref", "replay", "tf", "report")
 
 
 def run_mode(
     program: str,
-    settings: "Settings",
+    settings: Settings,
     mode: Mode,
-    open_for: Callable[["Settings"], OpenedSnapshot] = open_snapshot,
+    open_for: Callable[[Settings], OpenedSnapshot] = open_snapshot,
 ) -> int:
     """-> the exit code of `mode`, which loads the weights once its own input is checked; 1 for a NaN or infinity.
 
@@ -55,12 +52,12 @@ def announce(opened: OpenedSnapshot) -> None:
         say(line)
 
 
-def set_up_terminal(settings: "Settings") -> None:
+def set_up_terminal(settings: Settings) -> None:
     Terminal.has_bar = sys.stderr.isatty() and not settings.dumb
     Terminal.is_shared = sys.stderr.isatty() and sys.stdout.isatty()
 
 
-def without_mode(settings: "Settings", program: str) -> "Settings":
+def without_mode(settings: Settings, program: str) -> Settings:
     """The settings of a program that has one mode: those that choose another are unset, and a notice names each."""
     ignored = [name for name in MODE_SETTINGS if getattr(settings, name) not in (None, False)]
     notices = tuple(f"[env] {name.upper()} has no effect on {program}: ignored" for name in ignored)

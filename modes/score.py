@@ -12,7 +12,6 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from errors import Refused
 from forward.model import Model
@@ -21,17 +20,15 @@ from load.model import OpenedSnapshot, load_model
 from machine.console import say
 from machine.memory import rss_bytes
 from modes.report import RunReport
+from settings import Settings
 from text.prompt import PromptPrefix, positions_needed
 from text.tokenizer import TextTokenizer
-
-if TYPE_CHECKING:
-    from settings import Settings
 
 PROGRESS_SECONDS = 2.0  # between two lines about requests
 LAYER_SECONDS = 10.0  # without any line, before one about layers
 
 
-def run_score(settings: "Settings", opened: OpenedSnapshot) -> int:
+def run_score(settings: Settings, opened: OpenedSnapshot) -> int:
     """-> 0 when every request has its line."""
     requests = read_requests(settings, opened)
     loaded = load_model(settings, opened)
@@ -77,7 +74,7 @@ def progress_line(done: int, total: int, seconds: float, model: Model) -> str:
     return f"[score {done}/{total} req | {seconds:.0f} s | {left:.0f} s left | RSS {rss:.2f} GB | hit {hit:.1%}]"
 
 
-def read_requests(settings: "Settings", opened: OpenedSnapshot) -> list[ScoreRequest]:
+def read_requests(settings: Settings, opened: OpenedSnapshot) -> list[ScoreRequest]:
     """Read SCORE, with the family's prefix added. Refused, naming the line."""
     path = Path(settings.score or "")
     try:
@@ -103,7 +100,7 @@ def read_requests(settings: "Settings", opened: OpenedSnapshot) -> list[ScoreReq
 class ScoreFileReader:
     """Turns lines into ScoreRequests. Texts, and the prefix of a family that has one, need the tokenizer."""
 
-    def __init__(self, settings: "Settings", opened: OpenedSnapshot) -> None:
+    def __init__(self, settings: Settings, opened: OpenedSnapshot) -> None:
         self.config = opened.config
         self.context = opened.context
         has_tokenizer = (opened.folder / "tokenizer.json").exists()

@@ -2,7 +2,6 @@
 
 import sys
 from socket import socket
-from typing import TYPE_CHECKING
 
 from errors import Refused
 from generate.kv_file import KvFileStore
@@ -10,16 +9,14 @@ from generate.scheduler import Scheduler
 from load.model import LoadedModel, OpenedSnapshot, load_model, open_snapshot
 from machine.console import say
 from modes.report import save_usage, say_loaded
+from settings import Settings
 from text.tokenizer import TextTokenizer
-
-if TYPE_CHECKING:
-    from settings import Settings
 
 DEFAULT_KV_SLOTS = 4
 KV_SHARE = 0.25  # KV caches take at most this share of the budget beyond the dense weights: the rest is for experts
 
 
-def open_server(settings: "Settings") -> OpenedSnapshot:
+def open_server(settings: Settings) -> OpenedSnapshot:
     """open_snapshot with KV_SLOTS KV caches; by default with 4, or as many as leave most of the memory to experts."""
     if settings.serve == "1":
         import server.app  # noqa: F401 - the plan counts the memory of the process, with the server's modules in it
@@ -37,7 +34,7 @@ def open_server(settings: "Settings") -> OpenedSnapshot:
     return open_snapshot(settings, 1)
 
 
-def run_serve(settings: "Settings", opened: OpenedSnapshot) -> int:
+def run_serve(settings: Settings, opened: OpenedSnapshot) -> int:
     """Load, listen and answer -> 0: a server ends by being told to."""
     if settings.serve == "stdio":
         return run_stdio(settings, opened)
@@ -59,7 +56,7 @@ def run_serve(settings: "Settings", opened: OpenedSnapshot) -> int:
 
 
 def run_http(
-    settings: "Settings",
+    settings: Settings,
     loaded: LoadedModel,
     scheduler: Scheduler,
     tokenizer: TextTokenizer,
@@ -91,7 +88,7 @@ def run_http(
         HttpServer(app, close, announce).run(sockets=[sock])
 
 
-def run_stdio(settings: "Settings", opened: OpenedSnapshot) -> int:
+def run_stdio(settings: Settings, opened: OpenedSnapshot) -> int:
     from server.stdio.pipe_server import run_pipe_server
 
     loaded, scheduler = start_scheduler(settings, opened)
@@ -103,7 +100,7 @@ def run_stdio(settings: "Settings", opened: OpenedSnapshot) -> int:
         end_scheduler(loaded, scheduler)
 
 
-def start_scheduler(settings: "Settings", opened: OpenedSnapshot) -> tuple[LoadedModel, Scheduler]:
+def start_scheduler(settings: Settings, opened: OpenedSnapshot) -> tuple[LoadedModel, Scheduler]:
     loaded = load_model(settings, opened)
     say_loaded(loaded)
     saved = KvFileStore(loaded, settings.cache, say) if settings.kvsave else None

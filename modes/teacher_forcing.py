@@ -1,7 +1,5 @@
 """TF, teacher forcing: one pass over full_ids of REF, the argmax after every token compared with tf_pred."""
 
-from typing import TYPE_CHECKING
-
 from errors import Refused
 from forward.kv_cache import make_kv_cache
 from forward.step import step_logprobs
@@ -9,14 +7,12 @@ from load.model import OpenedSnapshot, load_model
 from machine.console import PrefillProgress, say
 from modes.reference import read_reference, reference_path
 from modes.report import RunReport
-
-if TYPE_CHECKING:
-    from settings import Settings
+from settings import Settings
 
 MAX_LISTED = 20  # differences
 
 
-def run_teacher_forcing(settings: "Settings", opened: OpenedSnapshot) -> int:
+def run_teacher_forcing(settings: Settings, opened: OpenedSnapshot) -> int:
     """-> 0 when the argmax after every position equals the reference, else 1."""
     reference = read_reference(settings, opened, "full_ids", "tf_pred")
     ids, expected = reference["full_ids"], reference["tf_pred"]

@@ -1,7 +1,6 @@
 """PROMPT: generate text. stdout gets the completion alone, token by token."""
 
 import sys
-from typing import TYPE_CHECKING
 
 from errors import Refused
 from forward.finite import NonFinite
@@ -12,18 +11,16 @@ from generate.sampler import Sampler
 from load.model import OpenedSnapshot, load_model
 from machine.console import PrefillProgress, say
 from modes.report import RunReport
+from settings import Settings
 from snapshot.config import ModelConfig
 from text.detokenizer import Detokenizer
 from text.prompt import PromptPrefix, all_stop_ids, max_answer_tokens
 from text.tokenizer import TextTokenizer
 
-if TYPE_CHECKING:
-    from settings import Settings
-
 DEFAULT_TEMPERATURE = 0.7
 
 
-def run_text(settings: "Settings", opened: OpenedSnapshot) -> int:
+def run_text(settings: Settings, opened: OpenedSnapshot) -> int:
     """Generate from PROMPT -> exit code."""
     config, context = opened.config, opened.context
     tokenizer = TextTokenizer(opened.folder, config)
@@ -64,7 +61,7 @@ def run_text(settings: "Settings", opened: OpenedSnapshot) -> int:
     return 0
 
 
-def encode_prompt(settings: "Settings", config: ModelConfig, tokenizer: TextTokenizer) -> list[int]:
+def encode_prompt(settings: Settings, config: ModelConfig, tokenizer: TextTokenizer) -> list[int]:
     """PROMPT, in the chat template with CHAT=1, after the family's prefix -> token ids."""
     text = settings.prompt or ""
     if settings.chat:
@@ -78,7 +75,7 @@ def encode_prompt(settings: "Settings", config: ModelConfig, tokenizer: TextToke
     return ids
 
 
-def make_sampler(settings: "Settings") -> Sampler:
+def make_sampler(settings: Settings) -> Sampler:
     temperature = DEFAULT_TEMPERATURE if settings.temp is None else settings.temp
     return Sampler(temperature, settings.nucleus, settings.seed)
 

@@ -5,16 +5,14 @@ import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from load.model import LoadedModel
 from server.metrics import Metrics
 from server.openai.api_error import ApiError, JsonObject
 from server.openai.request_fields import RequestFields
 from server.service import Service
-
-if TYPE_CHECKING:
-    from settings import Settings
+from settings import Settings
 
 KEEP_ALIVE_SECONDS = 10  # between two comments in a stream without events
 SEED_STEP = 0x9E3779B97F4A7C15  # odd, so that every request without a seed has one of its own
@@ -23,7 +21,7 @@ SEED_STEP = 0x9E3779B97F4A7C15  # odd, so that every request without a seed has 
 class HttpService(Service):
     keep_alive: float = KEEP_ALIVE_SECONDS
 
-    def __init__(self, settings: "Settings", loaded: LoadedModel, *arguments: Any):
+    def __init__(self, settings: Settings, loaded: LoadedModel, *arguments: Any):
         super().__init__(settings, loaded, *arguments)
         self.metrics = Metrics(loaded.model, self.scheduler)
         self.folder: Path = loaded.folder

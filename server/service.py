@@ -1,16 +1,14 @@
 """Service: what requests over HTTP and stdio need of the loaded model, and the server's defaults."""
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from generate.request import Request
 from generate.scheduler import Scheduler
 from load.model import LoadedModel
+from settings import Settings
 from text.prompt import PromptPrefix, all_stop_ids, max_answer_tokens
 from text.tokenizer import TextTokenizer
-
-if TYPE_CHECKING:
-    from settings import Settings
 
 DEFAULT_TEMPERATURE = 0.7
 Say = Callable[[str], None]
@@ -20,7 +18,7 @@ class Service:
     """say: prints a line to stderr."""
 
     def __init__(
-        self, settings: "Settings", loaded: LoadedModel, scheduler: Scheduler, tokenizer: TextTokenizer, say: Say
+        self, settings: Settings, loaded: LoadedModel, scheduler: Scheduler, tokenizer: TextTokenizer, say: Say
     ):
         self.scheduler = scheduler
         self.tokenizer = tokenizer

@@ -14,9 +14,8 @@ from settings import IGNORED, RENAMED, VARIABLES
 from tests.conftest import ROOT
 
 # An import may point to the left, or stay.
-ROOMS = "errors kernels machine snapshot text experts forward load generate server modes".split()
-DOORS = ("settings", "colibri", "scripts", "dev", "bench", "tests")
-PRODUCT = (*ROOMS, "settings", "colibri", "scripts")
+ROOMS = "errors kernels machine settings snapshot text experts forward load generate server modes".split()
+DOORS = ("colibri", "scripts", "dev", "bench", "tests")
 MAX_LINES = 600
 MAX_README_LINES = 130
 
@@ -32,13 +31,8 @@ def project_files(pattern="*"):
 
 
 def imports_of(path):
-    """Names of imported modules; the type Settings, imported under TYPE_CHECKING to annotate with it, is no import."""
-    tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
-    blocks = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
-    types = [node for block in blocks for node in block.body if getattr(node, "module", None) == "settings"]
-    for node in ast.walk(tree):
-        if node in types:
-            continue
+    """Names of imported modules."""
+    for node in ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

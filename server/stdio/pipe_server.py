@@ -8,7 +8,7 @@ import queue
 import select
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, BinaryIO
+from typing import BinaryIO
 
 from errors import Refused
 from experts.cache import CacheCounters
@@ -19,21 +19,19 @@ from machine.console import say
 from machine.memory import rss_bytes
 from server.service import Service
 from server.stdio.frames import BrokenFrame, CommandFrame, Frame, FrameReader, MessageFrame, PromptFrame
+from settings import Settings
 from text.chat_turns import Message, assistant_message, drop_oldest_turns
 from text.detokenizer import Detokenizer
 from text.prompt import max_answer_tokens
 from text.reply import THINK
 from text.tokenizer import TextTokenizer
 
-if TYPE_CHECKING:
-    from settings import Settings
-
 READY, END, ERROR = (f"\x01\x01{word}\x01\x01" for word in ("READY", "END", "ERROR"))
 WATCH_SECONDS = 0.2  # between two checks whether stdout is still read
 
 
 def run_pipe_server(
-    loaded: LoadedModel, scheduler: Scheduler, stdin: BinaryIO, stdout: BinaryIO, settings: "Settings"
+    loaded: LoadedModel, scheduler: Scheduler, stdin: BinaryIO, stdout: BinaryIO, settings: Settings
 ) -> int:
     """Answer the requests of stdin on stdout until stdin ends -> exit code 0. BrokenPipeError when stdout is not read
     any more. Nothing is left running in the scheduler, however it ends."""
@@ -76,7 +74,7 @@ class StatLine:
 
 
 class PipeServer(Service):
-    def __init__(self, loaded: LoadedModel, scheduler: Scheduler, stdout: BinaryIO, settings: "Settings"):
+    def __init__(self, loaded: LoadedModel, scheduler: Scheduler, stdout: BinaryIO, settings: Settings):
         super().__init__(settings, loaded, scheduler, TextTokenizer(loaded.folder, loaded.config), say)
         self.stdout = stdout
         self.ngen: int = settings.ngen
