@@ -1,4 +1,4 @@
-"""What company costs: several clients of the scheduler against one, and a short prompt that meets a long one.
+"""Cost of continuous batching: several clients of the scheduler against one, and a short prompt beside a long one.
 
     make bench-serving            or     python bench/serving.py [--clients 8] [--tokens 32] [--small]
     SNAP=/models/glm-5.2-int4 RAM_GB=20 python bench/serving.py

@@ -80,7 +80,8 @@ def table() -> str:
         lines += [f"{'###' if '/' in folder else '##'} {name}", ""]
         lines += [FOLDERS[folder], ""] if folder in FOLDERS else []
         lines += ["| file | |", "|---|---|"]
-        lines += [f"| {Path(p).name} | {first_sentence(p)} |" for p in paths if first_sentence(p)]
+        sentences = {Path(path).name: first_sentence(path) for path in paths}
+        lines += [f"| {name} | {sentence} |" for name, sentence in sentences.items() if sentence]
         lines.append("")
     return "\n".join(lines)
 

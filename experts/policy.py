@@ -1,4 +1,4 @@
-"""EvictionPolicy: which cached expert is evicted next. Decayed use counts (LFU with aging); bookkeeping, no bytes.
+"""Eviction policy of the expert cache: decayed use counts (LFU with aging); bookkeeping, no bytes.
 
 The cache reports every use, admission and eviction, and asks for a victim. All layers share one budget, of which each
 layer keeps at least `floor` experts. An expert's score is the sum over its uses of

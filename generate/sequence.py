@@ -1,4 +1,4 @@
-"""What goes through the layers: sequences that decode, and prompts that are prefilled."""
+"""Rows of a batch: sequences that decode, and prompts that are prefilled."""
 
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any

@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,20 @@ from tests.conftest import ROOT
 ROOMS = "errors kernels machine settings snapshot text experts forward load generate server modes".split()
 DOORS = ("colibri", "scripts", "dev", "bench", "tests")
 MAX_LINES = 600
+MAX_PRODUCT_LINES = 350
+LONGER = ("kernels/csrc/simd.h",)
 MAX_README_LINES = 130
+# Words that readers from the field do not know, and what they know instead (docs/glossary.md).
+PRIVATE_WORDS = {
+    r"KV state|timeline": "KV cache",
+    r"governor": "draft length",
+    r"in vain": "wasted",
+    r"in any company": "in any batch",
+    r"words_of": "a specific name",
+    r"in common with": "shared prefix",
+    r"\bguess(es|ed)?\b": "draft tokens, predicted experts",
+    r"quantis|normalis|recognis|honour|neighbour|colour": "American spelling",
+}
 
 
 def project_files(pattern="*"):
@@ -75,14 +89,34 @@ def test_files_stay_readable():
         text = (ROOT / path).read_text(encoding="utf-8")
         assert text.count("\n") <= MAX_LINES, f"{path} is too long: split it by stage"
         if text.strip():
-            assert ast.get_docstring(ast.parse(text)), f"{path} does not say what it is"
+            assert ast.get_docstring(tree_of(path)), f"{path} does not say what it is"
+
+
+def test_product_files_are_short():
+    paths = [path for path in project_files() if room_of(path) in PRODUCT and path.endswith(house_table.SUFFIXES)]
+    lengths = {path: (ROOT / path).read_text(encoding="utf-8").count("\n") for path in paths}
+    assert {path: n for path, n in lengths.items() if n > MAX_PRODUCT_LINES and path not in LONGER} == {}
+
+
+def test_first_lines_name_the_thing():
+    for path in house_table.files():
+        assert not re.match(r"(What|Whether|Who)\b", house_table.first_sentence(path)), path
+
+
+def test_product_code_speaks_the_words_of_the_field():
+    for path in project_files():
+        if room_of(path) in PRODUCT and path.endswith(house_table.SUFFIXES):
+            text = (ROOT / path).read_text(encoding="utf-8")
+            for word, instead in PRIVATE_WORDS.items():
+                found = re.search(word, text, re.IGNORECASE)
+                assert not found, f"{path} says {found[0]!r}; say {instead}"
 
 
 def test_no_two_classes_share_a_name():
     places = {}
     for path in project_files("*.py"):
         if not path.startswith("tests/"):
-            for node in ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8"))):
+            for node in ast.walk(tree_of(path)):
                 if isinstance(node, ast.ClassDef):
                     places.setdefault(node.name, []).append(path)
     assert {name: paths for name, paths in places.items() if len(paths) > 1} == {}

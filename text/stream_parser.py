@@ -35,7 +35,7 @@ class StreamParser:
 
 
 def join_segments(segments: list[Segment]) -> list[Segment]:
-    """Join neighbours of one kind, except calls."""
+    """Join neighbors of one kind, except calls."""
     joined: list[Segment] = []
     for kind, text in segments:
         if joined and joined[-1][0] == kind != "call":
