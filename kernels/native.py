@@ -206,10 +206,10 @@ class Native:
 
     def top_k_positions(self, scores: Tensor, first: int, topk: int) -> Tensor:
         rows, positions = scores.shape
-        chosen = torch.empty(rows, topk, dtype=torch.int64)
-        call = scores.data_ptr(), chosen.data_ptr(), rows, positions, first, topk
+        selected = torch.empty(rows, topk, dtype=torch.int64)
+        call = scores.data_ptr(), selected.data_ptr(), rows, positions, first, topk
         check(self.call.top_k_positions(self.pack.top_k_positions(*call)))
-        return chosen
+        return selected
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, added: Tensor | None = None) -> Tensor:
         x, rows, columns, stride = rows_of(x)

@@ -18,10 +18,7 @@ QUICK_STEPS = (1.0,)
 
 
 def quantize(
-    matrix: Tensor,
-    fmt: WeightFormat,
-    scale_dtype: torch.dtype = torch.float32,
-    steps: tuple[float, ...] = QUICK_STEPS,
+    matrix: Tensor, fmt: WeightFormat, scale_dtype: torch.dtype = torch.float32, steps: tuple[float, ...] = QUICK_STEPS
 ) -> tuple[Tensor, Tensor]:
     """float [out, in] -> (data uint8 [out, row bytes], scales [out, groups]) in an integer format.
 

@@ -36,9 +36,9 @@ def top_k_positions(scores: Tensor, first: int, topk: int) -> Tensor:
     there are fewer. A row that sees a NaN selects nothing, and attention over nothing gives NaN."""
     own = torch.arange(first, first + len(scores))[:, None]
     later = torch.arange(scores.shape[1]) > own
-    chosen = top_k_indices(scores.masked_fill(later, -torch.inf), topk)
+    selected = top_k_indices(scores.masked_fill(later, -torch.inf), topk)
     bad = scores.masked_fill(later, 0.0).isnan().any(-1, keepdim=True)
-    return chosen.masked_fill_((chosen > own) | bad, -1)
+    return selected.masked_fill_((selected > own) | bad, -1)
 
 
 def index_scores(queries: Tensor, head_weights: Tensor, keys: Tensor) -> Tensor:

@@ -47,7 +47,7 @@ def test_grouped_attention(kernels, shape, window, has_sinks):  # noqa: F811
 
 
 def test_grouped_attention_over_keys_in_bfloat16(kernels):  # noqa: F811
-    """The bits of the same keys and values widened beforehand."""
+    """The bits of the same keys and values converted to float32 beforehand."""
     queries, keys, values = randn(5, 8, 64), randn(30, 2, 64, seed=1).bfloat16(), randn(30, 2, 48, seed=2).bfloat16()
     half = same(kernels, lambda native: native.grouped_attention(queries, keys, values, 25, 7, None, 0.1))
     wide = keys.float(), values.float()
@@ -97,14 +97,14 @@ def test_route_softmax(kernels, experts, active, normalize, mass):  # noqa: F811
     logits[3] = logits[3, 0]  # ties: the lowest ids
     logits[4] += 1000.0
     rest = active, normalize, 1.5, mass
-    chosen, weights = reference.route_softmax(logits, *rest)
+    topk_ids, weights = reference.route_softmax(logits, *rest)
     for native in kernels.values():
         got, got_weights = native.route_softmax(logits, *rest)
-        assert torch.equal(got, chosen)
+        assert torch.equal(got, topk_ids)
         torch.testing.assert_close(got_weights, weights, rtol=2e-6, atol=1e-9)
         one, one_weights = native.route_softmax(logits[9:10], *rest)
         assert torch.equal(one[0], got[9]) and torch.equal(one_weights[0], got_weights[9])
-    assert chosen[3].tolist() == list(range(active))
+    assert topk_ids[3].tolist() == list(range(active))
 
 
 def clamped_case(fmt, hidden=96, width=64, experts=5):
@@ -169,13 +169,13 @@ def test_every_other_row_of_a_matrix(kernels, name, count):  # noqa: F811
 def test_experts_that_lie_as_columns(kernels):  # noqa: F811
     """[in, out]: the same bits as from a copy whose rows lie side by side."""
     three, swiglu = clamped_case(FORMATS["bf16"])
-    turned = [[Weight(w.data.T.contiguous().T, w.columns, w.format) for w in one] for one in three]
+    transposed = [[Weight(w.data.T.contiguous().T, w.columns, w.format) for w in one] for one in three]
     x, rows, starts = randn(6, 96), torch.arange(5), torch.arange(6)
     for native in kernels.values():
         for some in (swiglu, None):
             call = x, three, starts, rows, torch.ones(5), some
             expected = native.add_experts(torch.zeros(6, 96), *call)
-            assert torch.equal(native.add_experts(torch.zeros(6, 96), x, turned, *call[2:]), expected)
+            assert torch.equal(native.add_experts(torch.zeros(6, 96), x, transposed, *call[2:]), expected)
 
 
 def test_mxfp4_by_hand(kernels):  # noqa: F811

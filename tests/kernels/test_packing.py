@@ -32,12 +32,12 @@ def test_bytes_follow_their_description(fmt, columns):
     """Every value taken out of the bytes by the words of docs/formats.md, one at a time."""
     data, scales = quantize(random(3, columns), fmt)
     assert data.shape == (3, fmt.row_bytes(columns)) and scales.shape == fmt.scale_shape(3, columns)
-    widened = dequantize(data, scales, fmt, columns)
+    dequantized = dequantize(data, scales, fmt, columns)
     for row in range(3):
         for column in range(columns):
             code = code_of(data[row].tolist(), fmt.bits, column)
             scale = scales[row, column // fmt.group if fmt.group else 0]
-            assert widened[row, column] == code * scale
+            assert dequantized[row, column] == code * scale
 
 
 def code_of(row, bits, column):
@@ -98,10 +98,10 @@ def test_searched_scales_lower_the_squared_error(bits, share, scale_dtype):
 def test_groups_of_zeros_and_of_tiny_and_huge_values(bits, scale_dtype):
     matrix, fmt = torch.zeros(4, 70), integer_format(bits)
     matrix[1], matrix[2, 3], matrix[3, 69] = 1e-9, 1000.0, -1e-3
-    widened = dequantize(*quantize(matrix, fmt, scale_dtype, SEARCH_STEPS), fmt, 70)
-    assert not widened[0].any() and widened.isfinite().all()
-    assert widened[1].abs().max() < 1e-7
-    assert widened[2, 3] == pytest.approx(1000.0, rel=1e-3) and widened[3, 69] == pytest.approx(-1e-3, rel=1e-2)
+    dequantized = dequantize(*quantize(matrix, fmt, scale_dtype, SEARCH_STEPS), fmt, 70)
+    assert not dequantized[0].any() and dequantized.isfinite().all()
+    assert dequantized[1].abs().max() < 1e-7
+    assert dequantized[2, 3] == pytest.approx(1000.0, rel=1e-3) and dequantized[3, 69] == pytest.approx(-1e-3, rel=1e-2)
 
 
 @pytest.mark.parametrize("bits", [8, 4, 3, 2])

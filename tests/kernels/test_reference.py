@@ -81,6 +81,6 @@ def test_rotary_pairs_in_halves_are_those_side_by_side_in_another_order():
     x, angles = torch.randn(4, 2, 12), torch.randn(4, 3)
     interleaved = x[..., 2:8].unflatten(-1, (2, 3)).transpose(-1, -2).flatten(-2)  # pair j side by side
     expected = rope_interleaved(interleaved, angles.cos(), angles.sin())
-    turned = apply_rope(x.clone(), 2, angles.cos(), angles.sin(), interleaved=False)
-    assert torch.equal(turned[..., 2:8], expected)
-    assert torch.equal(turned[..., :2], x[..., :2]) and torch.equal(turned[..., 8:], x[..., 8:])
+    rotated = apply_rope(x.clone(), 2, angles.cos(), angles.sin(), interleaved=False)
+    assert torch.equal(rotated[..., 2:8], expected)
+    assert torch.equal(rotated[..., :2], x[..., :2]) and torch.equal(rotated[..., 8:], x[..., 8:])

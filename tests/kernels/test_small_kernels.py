@@ -76,10 +76,10 @@ def test_route(kernels, experts, active, groups, active_groups, mass, normalize)
     bias = randn(experts, seed=1).mul_(4).round_() / 40
     for logits in (randn(300, experts) * 3, randn(300, experts, seed=2).round_()):
         rest = bias, active, groups, active_groups, normalize, 2.5, mass
-        chosen, weights = reference.route(logits, *rest)
+        topk_ids, weights = reference.route(logits, *rest)
         got = same(kernels, lambda native, logits=logits, rest=rest: native.route(logits, *rest))
-        # Scores that differ in the last bit alone may be chosen the other way round.
-        equal = (got[0] == chosen).all(-1)
+        # Scores that differ in the last bit alone may be selected the other way round.
+        equal = (got[0] == topk_ids).all(-1)
         assert equal.float().mean() > 0.97 and (got[0][:, 1:] > got[0][:, :-1]).all()
         close = torch.isclose(got[1], weights, rtol=1e-5, atol=1e-7).all(-1)
         assert close[equal].float().mean() > 0.97
@@ -92,22 +92,22 @@ def test_route_ties_and_what_is_no_number(kernels):  # noqa: F811
     logits[1, 30], logits[2] = NAN, NAN
     logits[3, 7], logits[3, 9] = INF, -INF
     for native in (*kernels.values(), reference):
-        chosen, weights = native.route(logits, torch.zeros(40), 4, 1, 1, True, 1.0)
-        assert chosen.tolist() == [[0, 1, 2, 3], [0, 1, 2, 30], [0, 1, 2, 3], [0, 1, 2, 7]]
+        topk_ids, weights = native.route(logits, torch.zeros(40), 4, 1, 1, True, 1.0)
+        assert topk_ids.tolist() == [[0, 1, 2, 3], [0, 1, 2, 30], [0, 1, 2, 3], [0, 1, 2, 7]]
         assert weights.isnan().any(-1).tolist() == [False, True, True, False]
-        chosen, weights = native.route(logits, torch.zeros(40), 4, 4, 2, False, 1.0)
-        assert 30 in chosen[1].tolist() and weights.isnan().any(-1).tolist() == [False, True, True, False]
+        topk_ids, weights = native.route(logits, torch.zeros(40), 4, 4, 2, False, 1.0)
+        assert 30 in topk_ids[1].tolist() and weights.isnan().any(-1).tolist() == [False, True, True, False]
 
 
 @pytest.mark.parametrize(("rows", "active", "experts"), [(1, 8, 256), (300, 4, 24), (3, 1, 1), (7, 5, 5)])
 @pytest.mark.parametrize("kept", [1.0, 0.5, 0.0])
 def test_group_by_expert(kernels, rows, active, experts, kept):  # noqa: F811
     g = torch.Generator().manual_seed(rows)
-    chosen = torch.stack([torch.randperm(experts, generator=g)[:active].sort().values for _ in range(rows)])
+    topk_ids = torch.stack([torch.randperm(experts, generator=g)[:active].sort().values for _ in range(rows)])
     shares = torch.rand(rows, active, generator=g) + 0.1
     shares[torch.rand(rows, active, generator=g) >= kept] = 0.0
-    expected = reference.group_by_expert(chosen, shares, experts)
-    got = same(kernels, lambda native: native.group_by_expert(chosen, shares, experts))
+    expected = reference.group_by_expert(topk_ids, shares, experts)
+    got = same(kernels, lambda native: native.group_by_expert(topk_ids, shares, experts))
     assert got[0] == expected[0] and all(torch.equal(a, b) for a, b in zip(got[1:], expected[1:], strict=True))
 
 
@@ -132,9 +132,9 @@ def test_a_score_that_is_no_number_chooses_nothing_and_is_seen(kernels):  # noqa
     scores[1, 47], scores[0, 49] = NAN, NAN  # row 0 does not see the last position
     queries, kv_b, latents, rope_keys = attention_case(3, 16, 8, 20, 24, 50, 3, FORMATS["f32"])
     for native in (*kernels.values(), reference):
-        chosen = native.top_k_positions(scores, 47, 5)
-        assert (chosen[1] == -1).all() and (chosen[[0, 2]] >= 0).all()
-        out = native.absorbed_attention(queries, kv_b, latents, rope_keys, 47, chosen, 20, 0.2)
+        selected = native.top_k_positions(scores, 47, 5)
+        assert (selected[1] == -1).all() and (selected[[0, 2]] >= 0).all()
+        out = native.absorbed_attention(queries, kv_b, latents, rope_keys, 47, selected, 20, 0.2)
         assert out[1].isnan().all() and out[[0, 2]].isfinite().all()
 
 
