@@ -247,6 +247,7 @@ def test_a_hostile_file_is_no_history(open_usage):
     assert usage.read_history()[1] == COUNTS
 
 
+@pytest.mark.slow
 def test_a_deep_or_large_file_takes_no_time(open_usage):
     usage, started = open_usage(), time.perf_counter()
     usage.path.parent.mkdir(parents=True)
@@ -350,6 +351,7 @@ def test_damaged_lines_and_other_layers_are_skipped(open_usage, copied):
     assert open_usage(copied).load() == ({}, None)
 
 
+@pytest.mark.slow
 def test_a_huge_file_of_the_c_engine(open_usage, copied):
     """The bytes that are read end in the middle of a line, which is not taken for a smaller number."""
     line = "1 1 1000000\n"

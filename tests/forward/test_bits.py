@@ -53,7 +53,7 @@ def need_kernels(loaded):
     assert dispatch.is_native(), loaded.kernels
 
 
-SLOW = {("tiny", bits) for bits in BITS if bits != "int4"}  # the small fixtures have these formats too
+SLOW = {("tiny", bits) for bits in BITS}  # the small fixtures have these formats too
 CASES = [
     pytest.param(name, bits, id=f"{name}-{bits}", marks=[pytest.mark.slow] if (name, bits) in SLOW else [])
     for name in ("tiny", "glm_moe_dsa", "glm_moe_dsa_groups", "glm_moe_dsa_fp8")

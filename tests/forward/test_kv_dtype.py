@@ -158,7 +158,7 @@ def test_trim_and_clone_keep_the_positions(model):
 NAMES = {"tiny": EMBEDDED_SNAPSHOT} | {name: FIXTURES / name for name in ("glm_moe_dsa", "glm_moe_dsa_fp8")}
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [pytest.param("tiny", marks=pytest.mark.slow), *list(NAMES)[1:]])
 def test_the_same_bits_in_any_batch(load, name):
     loaded, ids = load(NAMES[name], KV_DTYPE="bf16", THREADS=1), ids_of(name)[:300]
     need_kernels(loaded)

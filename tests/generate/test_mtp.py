@@ -228,6 +228,7 @@ def test_a_closed_generation_can_be_continued(load):
     assert prompt + taken + rest == TINY["full_ids"][: len(prompt) + 36]
 
 
+@pytest.mark.slow
 def test_the_distribution_is_the_samplers_own(load):
     """Chi-square over many seeds: the second token, drafted or not, has the probabilities that the logits give it."""
     model = load(FIXTURES / NAME, DRAFT="auto").model

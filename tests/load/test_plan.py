@@ -96,7 +96,7 @@ def test_the_tokenizer_is_part_of_the_plan(load):
     assert (with_text.process_bytes - 20 * size) % (64 << 20) == 0
 
 
-@pytest.mark.parametrize("arguments", [[], ["2", "4", "8"]])
+@pytest.mark.parametrize("arguments", [pytest.param([], marks=pytest.mark.slow), ["2", "4", "8"]])
 def test_the_script_prints_the_plan_of_the_engine(run_colibri, arguments):
     """`python scripts/plan.py models/tiny --json` and the engine's own two lines agree."""
     environ = {"PATH": os.environ["PATH"], "USAGE": "0", "RAM_GB": "1", "CTX": "512"}
