@@ -7,14 +7,15 @@ width, V vocabulary.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
+from forward.finite import check_logits
 from forward.layers_forward import Progress, layers_forward
-from forward.lm_head import LOGIT_ROWS
+from forward.lm_head import LOGIT_ROWS, lm_head
 from forward.model import Model
-from forward.step import logits_after
 from generate.accept import StepResult, accept
 from generate.draft import Drafter, NoDraft
 from generate.sampler import TokenLogprobs, token_logprobs
@@ -148,19 +149,20 @@ class Batch:
         if sum(map(len, chunks)) < num_rows:
             return None
         hidden = chunks[0] if len(chunks) == 1 else torch.cat(chunks)  # [T, D], the items one after the other
-        rows: list[int] = []  # of hidden that need logits
-        positions: list[int] = []
-        scores, end = [], 0
-        for item, ids, length, count in zip(items, tokens, lengths, num_logits, strict=True):
-            end += len(ids)
-            rows += range(end - count, end)
-            positions += range(length + len(ids) - count, length + len(ids))
-            if isinstance(item, Prefill) and item.logprobs is not None:
-                scores.append((item.logprobs, self.score(item, hidden[end - len(ids) : end], length)))
-        if not rows:
-            logits = hidden.new_empty(0, 0)
-        else:
-            logits = logits_after(self.model, hidden if len(rows) == num_rows else hidden[rows], positions)
+        ends = list(accumulate(map(len, tokens)))
+        scores = [
+            (item.logprobs, self.score(item, hidden[end - len(ids) : end], length))
+            for item, ids, length, end in zip(items, tokens, lengths, ends, strict=True)
+            if isinstance(item, Prefill) and item.logprobs is not None
+        ]
+        if num_rows > sum(num_logits):
+            rows = [row for end, count in zip(ends, num_logits, strict=True) for row in range(end - count, end)]
+            hidden = hidden[rows]
+        logits = hidden.new_empty(0, 0)
+        if len(hidden):
+            known = [length + len(ids) for length, ids in zip(lengths, tokens, strict=True)]
+            positions = [i for n, count in zip(known, num_logits, strict=True) for i in range(n - count, n)]
+            logits = check_logits(lm_head(self.model, hidden), positions)
         for logprobs, more in scores:
             logprobs += more
         return list(logits.split(num_logits)) if len(items) > 1 else [logits]
@@ -173,7 +175,7 @@ class Batch:
         for start in range(0, len(targets), LOGIT_ROWS):
             some = targets[start : start + LOGIT_ROWS]
             positions = range(first + start, first + start + len(some))
-            logits = logits_after(self.model, hidden[start : start + len(some)], positions)
+            logits = check_logits(lm_head(self.model, hidden[start : start + len(some)]), positions)
             scores = token_logprobs(logits, some, prompt.top_logprobs)
             out += [(token, *score) for token, score in zip(some, scores, strict=True)]
         return out

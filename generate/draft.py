@@ -88,6 +88,9 @@ class Drafter(NoDraft):
                 mtp.advance()
         self.num_prompt_rows = sum(count for _, count in prompt_chunks)
         num_pending = [len(sequence.ids) - sequence.kv.length for sequence in sequences]
+        if self.draft_length.most == 0 and not self.model.weights.mtp:  # nothing to choose, no hidden row that waits
+            self.turns, self.before = [(None, 0, num_new) for num_new in num_pending], self.measure()
+            return super().propose(sequences)
         num_rows = sum(num_pending) + self.num_prompt_rows
         # One chunk, and no more logits than memory is planned for.
         room = max(0, min(LOGIT_ROWS - sum(num_pending), self.model.prefill_chunk - num_rows))
