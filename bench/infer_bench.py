@@ -13,7 +13,7 @@ rows, rejected draft tokens too; what the MTP layer computes is in the times and
     TPOT, p95   the median time of the later steps, and what 95 % of them stay below
     tok/s       rows * steps / seconds of the steps
     step/fw     steps a forward; 1 without drafts
-    MBU         bytes a step reads, over TPOT, as a share of the memory's bandwidth: resident weights, each distinct
+    MBU         bytes a step reads, over TPOT, as a share of the memory's bandwidth: dense weights, each distinct
                 expert that the rows asked for, and for each row what attention reads
     MFU         operations of a step over TPOT, as a share of what a large product reaches
     hit, MB/tok share of the distinct experts that were in memory when they were asked for; experts read from disk
@@ -133,8 +133,8 @@ class InferBench:
         model = replace(loaded.model, trace=self.asked)
         self.engine = Engine(model, terminal_ids=frozenset(), draft=settings.draft)
 
-    def forget_experts(self):
-        """None is in memory any more, nor in the page cache."""
+    def drop_experts(self):
+        """Evict all experts and drop them from the page cache."""
         for key in list(self.experts.cached):
             self.experts.free_expert_slot(key, self.experts.evict(key))
         for layout in self.loaded.disk.layouts.values():
@@ -144,7 +144,7 @@ class InferBench:
     def run(self, batch, num_tokens, is_cold=False):
         """-> Timed."""
         if is_cold:
-            self.forget_experts()
+            self.drop_experts()
         reset_peak()
         self.experts.reset_counters()
         generator = self.engine.generate(self.ids, batch, num_tokens, self.temperature, seed=SEED)
@@ -153,7 +153,7 @@ class InferBench:
         ttft, bursts = time.perf_counter() - started, []
         prefill = self.experts.counters.bytes_read
         if is_cold:
-            self.forget_experts()
+            self.drop_experts()
         self.experts.reset_counters()
         self.asked.reset()
         engine, forwards = self.engine, self.engine.forwards
@@ -199,7 +199,7 @@ def layer_bytes(loaded, settings):
 class Costs:
     """What one step costs whatever was measured: of all rows together, and of each."""
 
-    resident_bytes: int  # read in a step
+    dense_bytes: int  # read in a step
     row_kv_bytes: int  # read in a step by each row
     row_flops: float
     expert_bytes: float  # that one row asks for in a step
@@ -221,7 +221,7 @@ def percentile(values, part):
 
 def bytes_of_step(run, costs):
     """Bytes that a step reads from memory, on average."""
-    read = run.forwards * costs.resident_bytes + run.union_bytes + run.rows * costs.row_kv_bytes
+    read = run.forwards * costs.dense_bytes + run.union_bytes + run.rows * costs.row_kv_bytes
     return read / len(run.steps)
 
 
@@ -291,7 +291,7 @@ def find_costs(loaded, per_layer, context):
     """-> Costs at `context` positions."""
     config, weights = loaded.config, loaded.model.weights
     return Costs(
-        resident_bytes=cost.dense_bytes_read(weights, config, context),
+        dense_bytes=cost.dense_bytes_read(weights, config, context),
         row_kv_bytes=cost.kv_bytes_read(config, context, weights.has_indexer),
         row_flops=cost.decode_flops(config, context, weights.has_indexer),
         expert_bytes=config.num_active_experts * sum(per_layer[layer] for layer in config.sparse_layers),
@@ -358,8 +358,8 @@ def print_card(card, peaks):
     ):
         print(f"{what:12}" + (f"{value / 1e9:.2f} {unit} ({source})" if value else "-"))
     streamed = f"{c['slots']} of {c['num_experts']} experts fit in memory" if c["num_experts"] else "no routed experts"
-    print(f"weights     {gb(c['weight_bytes'])}, of them {gb(c['resident_bytes'])} resident | {streamed}")
-    print(f"a step      at {c['c_mid']} positions: resident {gb(c['resident_bytes_read'])}, experts of one row "
+    print(f"weights     {gb(c['weight_bytes'])}, of them {gb(c['resident_bytes'])} dense | {streamed}")
+    print(f"a step      at {c['c_mid']} positions: dense {gb(c['resident_bytes_read'])}, experts of one row "
           f"{gb(c['expert_bytes_per_row'])}, KV {c['kv_bytes_read_per_row'] / 1e6:.3f} MB and "
           f"{c['decode_flops'] / 1e9:.4f} GFLOP a row")  # fmt: skip
     print(f"KV          {c['kv_bytes_per_token']} bytes a token and row | {c['max_rows']} rows of {c['max_context']} "
@@ -486,7 +486,7 @@ def measure(args, settings, loaded, peaks, ids, source, decode, limit, pyplot):
     dtypes = count_parameters(loaded)
     reads_disk = bool(loaded.disk.layouts) and (args.cold or plan.num_expert_slots < len(loaded.disk.layouts))
     drive = measure_drives(loaded.disk) if reads_disk else None
-    step_bytes = costs.resident_bytes + costs.expert_bytes + costs.row_kv_bytes
+    step_bytes = costs.dense_bytes + costs.expert_bytes + costs.row_kv_bytes
     card = {
         "source": loaded.folder.resolve().name,
         "step": None,
@@ -506,7 +506,7 @@ def measure(args, settings, loaded, peaks, ids, source, decode, limit, pyplot):
         "resident_bytes": plan.dense_bytes,
         "slots": plan.num_expert_slots,
         "num_experts": len(loaded.disk.layouts),
-        "resident_bytes_read": costs.resident_bytes,
+        "resident_bytes_read": costs.dense_bytes,
         "expert_bytes_per_row": costs.expert_bytes,
         "kv_bytes_per_token": cost.kv_bytes_per_token(config, has_indexer),
         "kv_bytes_read_per_row": costs.row_kv_bytes,

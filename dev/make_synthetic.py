@@ -90,7 +90,7 @@ def plan_files(args, config, filler, rng):
     """-> for each file its tensors in groups, and its Shard."""
     for number, groups in enumerate(model_groups(config, ROUTINGS[args.routing], rng), 1):
         name = f"model-{number:05d}-of-{args.layers + 1:05d}.safetensors"
-        yield groups, Shard(name, [filler.group_parts(group) for group in groups], filler.stamps(groups), SOURCE)
+        yield groups, Shard(name, [filler.group_parts(group) for group in groups], filler.formats_of(groups), SOURCE)
 
 
 def write_snapshot(args, config):

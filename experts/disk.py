@@ -175,7 +175,7 @@ def layout_expert(matrices: list[StoredWeight]) -> ExpertLayout:
             offsets[data.path, data.offset],
             offsets[scales.path, scales.offset] if scales else None,
             SCALE_DTYPES[scales.dtype] if scales else torch.float32,
-            stored.within,
+            stored.selection,
         )
 
     return ExpertLayout(tuple(ranges), tuple(map(matrix_layout, matrices)), align_to_page(end))

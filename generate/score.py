@@ -17,7 +17,7 @@ from forward.layers_forward import Progress
 from forward.lm_head import LOGIT_ROWS
 from forward.model import Model
 from forward.step import logprobs_of, step, step_logprobs
-from text.prompt import shared_prefix_length
+from text.prompt import positions_needed, shared_prefix_length
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +26,11 @@ class ScoreRequest:
 
     context: tuple[int, ...]
     continuation: tuple[int, ...]
+
+    @property
+    def num_positions(self) -> int:
+        """KV cache positions of context and continuation."""
+        return positions_needed(len(self.context), max(len(self.continuation), 1))
 
 
 Group = tuple[tuple[int, ...], list[int]]  # a context, and the numbers of its requests
@@ -75,7 +80,7 @@ def make_waves(
     used = 0
     for context, indices in groups.items():
         # Each continuation is on a clone of the context.
-        need = sum(len(context) + max(len(requests[i].continuation) - 1, 0) for i in indices)
+        need = sum(requests[i].num_positions for i in indices)
         if wave and (used + need > max_positions or len(wave) == LOGIT_ROWS):
             yield wave
             wave, used = [], 0
@@ -95,10 +100,8 @@ def score_wave(
 ) -> Iterator[tuple[int, Score]]:
     """-> (number, Score) of each request of a wave."""
     # 1) every context once; a KV cache is as long as its longest continuation needs
-    caches = []
-    for context, indices in wave:
-        longest = max(len(requests[i].continuation) for i in indices)
-        caches.append(make_kv_cache(model.config, len(context) + max(longest - 1, 0)))
+    capacities = [max(requests[i].num_positions for i in indices) for _, indices in wave]
+    caches = [make_kv_cache(model.config, capacity) for capacity in capacities]
     logits = prefill_contexts(model, [list(context) for context, _ in wave], caches, counters, progress)
 
     # 2) the first token of a continuation follows from the context's last logits
@@ -170,7 +173,7 @@ def batches_that_fit(rest: Continuations, requests: list[ScoreRequest], room: in
     seen: set[int] = set()
     used = 0
     for i, kv in rest:
-        need = len(requests[i].context) + len(requests[i].continuation) - 1 if id(kv) in seen else 0
+        need = requests[i].num_positions if id(kv) in seen else 0
         if batch and used + need > room:
             yield batch
             batch, seen, used, need = [], set(), 0, 0
@@ -187,6 +190,6 @@ def clone_shared(batch: Continuations, requests: list[ScoreRequest]) -> Continua
     seen: set[int] = set()
     for i, kv in batch:
         is_shared = id(kv) in seen
-        out.append((i, kv.clone(kv.length + len(requests[i].continuation) - 1) if is_shared else kv))
+        out.append((i, kv.clone(requests[i].num_positions) if is_shared else kv))
         seen.add(id(kv))
     return out

@@ -80,22 +80,22 @@ def view_weight(
     scales_at: int | None = None,
     scale_dtype: torch.dtype = torch.float32,
     exact: bool = False,
-    within: RowSelection | None = None,
+    selection: RowSelection | None = None,
 ) -> Weight:
-    """A Weight over a uint8 buffer whose data and scales, or those of the matrix it is within, begin at the given
-    bytes. Nothing is read or written."""
-    within = within or RowSelection(0, 1, rows)
-    data = buffer[data_at : data_at + within.rows * fmt.row_bytes(columns)]
+    """A Weight over a uint8 buffer. Its data and scales, or those of the larger matrix that `selection` selects from,
+    begin at the given bytes. Nothing is read or written."""
+    selection = selection or RowSelection(0, 1, rows)
+    data = buffer[data_at : data_at + selection.rows * fmt.row_bytes(columns)]
     if fmt.dtype:
         data = data.view(fmt.dtype)
-    data = data.view(columns, -1).T if within.is_transposed else data.view(within.rows, -1)
+    data = data.view(columns, -1).T if selection.is_transposed else data.view(selection.rows, -1)
     scales = None
     if fmt.has_scales:
         assert scales_at is not None, fmt
-        shape = fmt.scale_shape(within.rows, columns)
+        shape = fmt.scale_shape(selection.rows, columns)
         scales = buffer[scales_at : scales_at + math.prod(shape) * scale_dtype.itemsize].view(scale_dtype).view(shape)
-        scales = scales if fmt is FP8 else within.select(scales, rows)
-    return Weight(within.select(data, rows), columns, fmt, scales, exact)
+        scales = scales if fmt is FP8 else selection.select(scales, rows)
+    return Weight(selection.select(data, rows), columns, fmt, scales, exact)
 
 
 def packed_bytes(fmt: WeightFormat, rows: int, columns: int) -> int:

@@ -72,7 +72,7 @@ class ConvertedMatrix:
     def read_contents(self, reader: FileReader) -> list[Tensor]:
         """The contents of `tensors`: read, and quantized a block of weight rows at a time."""
         stored, fmt = self.stored, self.target
-        if fmt is None and stored.within:
+        if fmt is None and stored.selection:
             weight = read_stored_weight(reader, stored)
             contents = [tensor for tensor in (weight.scales, weight.data) if tensor is not None]
             return [tensor.contiguous().view(torch.uint8).flatten() for tensor in contents]

@@ -201,7 +201,7 @@ def read_stored_weight(
         reader.read_into(entry.path, entry.offset, view, f"tensor {entry.name}")
         if entry is stored.scales:
             scale_dtype, at = SCALE_DTYPES[entry.dtype], entry.num_bytes
-    return view_weight(buffer, stored.format, stored.rows, stored.columns, at, 0, scale_dtype, exact, stored.within)
+    return view_weight(buffer, stored.format, stored.rows, stored.columns, at, 0, scale_dtype, exact, stored.selection)
 
 
 def read_quantized(reader: FileReader, stored: StoredWeight, buffer: Tensor, bits: int, exact: bool = False) -> Weight:

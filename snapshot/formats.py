@@ -34,7 +34,10 @@ INFERRED_FORMATS += [FORMATS[f"int4-g{group}"] for group in GROUPS]
 
 @dataclass(frozen=True, slots=True)
 class StoredWeight:
-    """A matrix in the files: its format and the byte ranges of its data and scales, or of the matrix it is within."""
+    """A matrix in the files: its format and the byte ranges of its data and scales.
+
+    With `selection` these are of the larger matrix whose rows it selects.
+    """
 
     name: str
     format: WeightFormat
@@ -42,7 +45,7 @@ class StoredWeight:
     columns: int
     data: TensorEntry
     scales: TensorEntry | None = None
-    within: RowSelection | None = None
+    selection: RowSelection | None = None
 
     @property
     def entries(self) -> tuple[TensorEntry, ...]:
@@ -56,8 +59,8 @@ class StoredWeight:
 
     def slice_rows(self, start: int, stop: int) -> "StoredWeight":
         """Weight rows start .. stop; of an FP8 matrix start must begin a block."""
-        if self.within:
-            return replace(self, rows=stop - start, within=self.within.skip(start))
+        if self.selection:
+            return replace(self, rows=stop - start, selection=self.selection.skip(start))
         scales, rows = self.scales, stop - start
         if scales is not None:
             unit = BLOCK if self.format is FP8 else 1

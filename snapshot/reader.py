@@ -6,6 +6,7 @@ import os
 import stat
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -71,8 +72,7 @@ def parse_json_object(data: bytes, subject: str) -> dict[str, Any]:
         # The parser keeps the last of two equal keys, so two programs could see two different files.
         values = dict(pairs)
         if len(values) < len(pairs):
-            seen: set[str] = set()
-            twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+            twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
             raise Refused(f"{subject} holds {shorten(twice)} twice")
         return values
 

@@ -59,15 +59,15 @@ class Filler:
             return [make_tensor(tensor.name, str(fmt).upper(), tensor.shape)]
         return weight_tensors(tensor.name, fmt, *tensor.shape, self.scale_dtype)
 
-    def stamps(self, groups):
+    def formats_of(self, groups):
         """Names of packed tensors (of experts their shared prefix) -> format names, for the metadata of a file."""
-        stamps = {}
+        formats = {}
         for tensor in (tensor for group in groups for tensor in group):
             fmt = self.formats.of(tensor)
             if fmt.has_scales and len(tensor.shape) > 1:
                 expert = tensor.role == "expert"
-                stamps[tensor.name.split(".experts.")[0] + ".experts." if expert else tensor.name] = str(fmt)
-        return stamps
+                formats[tensor.name.split(".experts.")[0] + ".experts." if expert else tensor.name] = str(fmt)
+        return formats
 
     def group_parts(self, group):
         return list(in_order(group, map(self.parts, group)))

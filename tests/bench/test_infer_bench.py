@@ -88,11 +88,11 @@ def test_bytes_of_weights(toy):
     assert cost.weight_bytes(weight) == 30 and cost.weight_bytes(torch.zeros(7)) == 28 and cost.weight_bytes(None) == 0
 
 
-def test_a_step_reads_what_is_resident_once(load):
+def test_a_step_reads_dense_weights_once(load):
     loaded = load(EMBEDDED_SNAPSHOT)
     weights, config = loaded.model.weights, loaded.config
     everything = loaded.dense.num_bytes(16) - weights.embed.num_bytes
-    # Weights begin on lines of 64 bytes, which the resident bytes count.
+    # Weights begin on lines of 64 bytes, which the dense bytes count.
     assert 0 <= everything - cost.dense_bytes_read(weights, config, 1000) < 64 * len(loaded.dense.matrices)
     saved = cost.dense_bytes_read(weights, config, 1000) - cost.dense_bytes_read(weights, config, 256)
     assert saved == 3 * 2 * cost.selection_weights(config)  # bf16, three layers
@@ -109,7 +109,7 @@ def test_bytes_of_an_expert(load):
 # ---------------------------------------------------------------------------------------------------------------------
 # The numbers of a run
 
-COSTS = Costs(resident_bytes=1000, row_kv_bytes=50, row_flops=400, expert_bytes=600)
+COSTS = Costs(dense_bytes=1000, row_kv_bytes=50, row_flops=400, expert_bytes=600)
 MACHINE = Peaks(flops=1e4, bandwidth=1e5, flops_source="", bandwidth_source="")
 ONE = Timed(batch=1, state="warm", ttft=0.5, steps=(0.1, 0.1), forwards=2, rows=2, peak_bytes=7, union_bytes=1200,
             row_bytes=1200, disk_bytes=600)  # fmt: skip

@@ -161,7 +161,7 @@ def test_every_other_row_of_a_matrix(kernels, name, count):  # noqa: F811
     buffer, at = torch.cat(parts), parts[0].numel()
     dtype = whole.scales.dtype if fmt.has_scales else torch.float32
     for first in (0, 1):
-        half = view_weight(buffer, fmt, 10, 128, 0, at, dtype, within=RowSelection(first, 2, 20))
+        half = view_weight(buffer, fmt, 10, 128, 0, at, dtype, selection=RowSelection(first, 2, 20))
         for native in kernels.values():
             assert torch.equal(native.linear(x, half), native.linear(x, whole)[:, first::2])
 

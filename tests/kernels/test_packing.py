@@ -161,10 +161,10 @@ def test_a_matrix_within_a_larger_one():
         lying = (matrix.T if is_transposed else matrix).contiguous()
         buffer = torch.cat([torch.zeros(8), lying.flatten()]).view(torch.uint8)
         for first in (0, 1):
-            within = RowSelection(first, 2, 12, is_transposed)
-            weight = view_weight(buffer, FORMATS["f32"], 6, 8, 32, within=within)
+            selection = RowSelection(first, 2, 12, is_transposed)
+            weight = view_weight(buffer, FORMATS["f32"], 6, 8, 32, selection=selection)
             assert torch.equal(weight.dequantize(), matrix[first::2]) and weight.rows == 6
-            rest = view_weight(buffer, FORMATS["f32"], 3, 8, 32, within=within.skip(2))
+            rest = view_weight(buffer, FORMATS["f32"], 3, 8, 32, selection=selection.skip(2))
             assert torch.equal(rest.dequantize(), matrix[first::2][2:5])
 
 

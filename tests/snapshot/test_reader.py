@@ -97,7 +97,7 @@ def make_matrix(path, data, scales):
     """A stand-in for a StoredWeight with the byte ranges of its data and scales."""
     entries = [TensorEntry("t", path, offset, num_bytes, dtype, ()) for offset, num_bytes, dtype in (data, scales)]
     return SimpleNamespace(
-        entries=entries, data=entries[0], scales=entries[1], format=None, rows=1, columns=1, within=None
+        entries=entries, data=entries[0], scales=entries[1], format=None, rows=1, columns=1, selection=None
     )
 
 
