@@ -1,4 +1,4 @@
-"""Synthetic snapshots: every format runs, bytes follow from the seed, and the routing is what the script promises."""
+"""Synthetic snapshots: every format runs, bytes follow from the seed, and the routing is as described."""
 
 import errno
 import hashlib
@@ -87,7 +87,7 @@ def test_weights_have_mean_zero_and_experts_are_independent(name, load, tmp_path
     model = load(folder, cap=16).model
     x, outputs = torch.randn(64, 256, generator=torch.Generator().manual_seed(0)), []
     with model.experts.request(1, dict.fromkeys(range(16), 1)) as request:
-        experts = [one for batch in request.ready(0, 16) for one in batch]  # all have a slot: they stay good
+        experts = [one for batch in request.ready(0, 16) for one in batch]  # each has an expert slot of its own
     for _, matrices in experts:
         for weight in matrices:
             values = weight.dequantize()

@@ -1,4 +1,4 @@
-"""How models/tiny is made: the twin computes what the reference does, and the engine can run what it saves."""
+"""The training of models/tiny: the twin equals the reference, and the engine runs the snapshot that it saves."""
 
 import json
 from types import SimpleNamespace
