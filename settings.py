@@ -3,7 +3,6 @@
 colibri.py and the scripts call Settings.read and pass the values down; no other file reads the environment (a test).
 """
 
-import math
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -28,6 +27,7 @@ KV_DTYPES = ("f32", "bf16")
 READ_MODES = ("auto", "direct", "buffered")
 LOOKAHEADS = ("auto", "0", "1")
 MAX_DRAFT = 16
+DEFAULT_TEMPERATURE = 0.7  # of the modes that sample
 SERVERS = ("1", "stdio", "0")
 BITS = ("16", "8", "4", "2")
 # NGEN where it is not set: HTTP requests bound their answers themselves.
@@ -90,7 +90,7 @@ class Settings:
     chat: bool
     think: bool
     prefix: bool
-    temp: float | None  # None = the mode's default
+    temp: float
     nucleus: float  # top_p
     seed: int
     draft: str  # draft tokens of a forward pass: auto, or a number
@@ -239,11 +239,10 @@ class EnvironReader(TextFieldReader):
         value = self.find(name) or default
         return value if value == "auto" else str(self.whole(name, default, 0, MAX_DRAFT))
 
-    def temperature(self, name: str) -> float | None:
+    def temperature(self, name: str) -> float:
         """A TEMP that is not a number is ignored with a notice: other programs use the name for a folder."""
         value = self.find(name)
         number = self.to_number(value or "-1")
-        if number is None or not math.isfinite(number):
+        if number is None:
             self.notices.append(f"[env] {name}={value!r} is not a number: ignored, as no temperature")
-            return None
-        return number if number >= 0 else None
+        return DEFAULT_TEMPERATURE if number is None or number < 0 else number

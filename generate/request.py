@@ -76,7 +76,7 @@ class QueueFull(Exception):
     """No more requests may wait; try again after `retry_after` seconds."""
 
     def __init__(self, num_waiting: int, retry_after: float):
-        super().__init__(f"{num_waiting} requests wait already; try again in {retry_after:.0f} s")
+        super().__init__(f"the queue is full: {num_waiting} requests are waiting; try again in {retry_after:.0f} s")
         self.retry_after = retry_after
 
 

@@ -91,7 +91,7 @@ class FieldReader:
 
 
 def within(number: float | None, low: float, high: float) -> float | None:
-    return number if number is not None and low <= number <= high and number < math.inf else None
+    return number if number is not None and low <= number <= high else None
 
 
 def to_text(value: Any) -> str | None:
@@ -112,10 +112,12 @@ class TextFieldReader(FieldReader):
         return int(value) if value.isascii() and value.isdigit() and len(value) <= 20 else None
 
     def to_number(self, value: str) -> float | None:
+        # float() alone would also take 1_0, or digits of other scripts.
         try:
-            return float(value)
+            number = float(value) if value.isascii() and "_" not in value else math.nan
         except ValueError:
             return None
+        return number if math.isfinite(number) else None
 
     def to_flag(self, value: str) -> bool | None:
         return {"1": True, "0": False}.get(value)

@@ -13,6 +13,7 @@ from forward.finite import NonFinite
 from forward.kv_cache import make_kv_cache
 from generate.decode import DecodeCounters, spec_decode
 from generate.draft import Drafter, Proposers
+from generate.sampler import Sampler
 from generate.tools.tool_state import Tool, ToolState
 from load.model import LoadedModel, OpenedSnapshot, load_model
 from machine.console import PrefillProgress, say
@@ -21,7 +22,7 @@ from machine.memory import rss_bytes
 from modes.chat_history import ChatHistory
 from modes.chat_tools import NOTICE, make_tool
 from modes.report import RunReport, divide, save_usage
-from modes.text import describe_sampler, make_sampler, write
+from modes.text import describe_sampler, write
 from settings import Settings
 from text.detokenizer import Detokenizer
 from text.prompt import all_stop_ids, max_answer_tokens, shared_prefix_length
@@ -113,7 +114,7 @@ class Chat:
         self.ids: list[int] = []  # the KV cache holds the first kv.length of them
         self.proposers = Proposers(self.model, self.kv)
         self.drafter = Drafter(self.model, self.run.draft_length)
-        self.sampler = make_sampler(settings)
+        self.sampler = Sampler(settings.temp, settings.nucleus, settings.seed)
         self.stop_ids = all_stop_ids(loaded.config, tokenizer)
         self.tools = tools
         self.ngen = settings.ngen

@@ -17,8 +17,6 @@ from text.detokenizer import Detokenizer
 from text.prompt import PromptPrefix, all_stop_ids, max_answer_tokens
 from text.tokenizer import TextTokenizer
 
-DEFAULT_TEMPERATURE = 0.7
-
 
 def run_text(settings: Settings, opened: OpenedSnapshot) -> int:
     """Generate from PROMPT -> exit code."""
@@ -28,7 +26,7 @@ def run_text(settings: Settings, opened: OpenedSnapshot) -> int:
     if len(prompt_ids) > context:
         raise Refused(f"PROMPT has {len(prompt_ids)} tokens, CTX is {context}; raise CTX or shorten it")
     max_tokens = min(settings.ngen, max_answer_tokens(len(prompt_ids), context))
-    sampler = make_sampler(settings)
+    sampler = Sampler(settings.temp, settings.nucleus, settings.seed)
     stop_ids = all_stop_ids(config, tokenizer)
     say(f"[prompt] {len(prompt_ids)} tokens | at most {max_tokens} more | {describe_sampler(sampler)}")
 
@@ -73,11 +71,6 @@ def encode_prompt(settings: Settings, config: ModelConfig, tokenizer: TextTokeni
     if not ids:
         raise Refused(f"{tokenizer.path}: PROMPT becomes no token; give it other text")
     return ids
-
-
-def make_sampler(settings: Settings) -> Sampler:
-    temperature = DEFAULT_TEMPERATURE if settings.temp is None else settings.temp
-    return Sampler(temperature, settings.nucleus, settings.seed)
 
 
 def describe_sampler(sampler: Sampler) -> str:

@@ -10,7 +10,6 @@ from settings import Settings
 from text.prompt import PromptPrefix, all_stop_ids, max_answer_tokens
 from text.tokenizer import TextTokenizer
 
-DEFAULT_TEMPERATURE = 0.7
 Say = Callable[[str], None]
 
 
@@ -27,7 +26,7 @@ class Service:
         self.num_slots: int = scheduler.statistics()["slots"]
         self.stop_ids = all_stop_ids(loaded.config, tokenizer)
         self.prefix = PromptPrefix(loaded.config, tokenizer, settings.prefix)
-        self.temperature: float = DEFAULT_TEMPERATURE if settings.temp is None else settings.temp
+        self.temperature: float = settings.temp
         self.top_p: float = settings.nucleus
         self.seed: int = settings.seed
         self.think: bool = settings.think

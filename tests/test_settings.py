@@ -10,7 +10,7 @@ def test_defaults():
     settings = Settings.read([], {})
     assert settings.snap == str(EMBEDDED_SNAPSHOT) and settings.prompt is None and not settings.tf
     assert (settings.cap, settings.expert_bits, settings.dense_bits) == (0, 16, 16)
-    assert (settings.ngen, settings.ctx, settings.nucleus, settings.temp, settings.ram_gb) == (64, 0, 0.9, None, 0)
+    assert (settings.ngen, settings.ctx, settings.nucleus, settings.temp, settings.ram_gb) == (64, 0, 0.9, 0.7, 0)
     assert settings.prefix and not settings.chat and not settings.think
     assert settings.notices == ("[snapshot] SNAP is not set: models/tiny, the embedded model",)
 
@@ -66,7 +66,7 @@ def test_a_bad_value_names_its_variable(name, value):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("value", "temp"), [("0", 0.0), ("0.5", 0.5), ("-1", None), ("", None)])
+@pytest.mark.parametrize(("value", "temp"), [("0", 0.0), ("0.5", 0.5), ("-1", 0.7), ("", 0.7)])
 def test_temperature(value, temp):
     assert Settings.read([], {"TEMP": value}).temp == temp
 
@@ -75,7 +75,7 @@ def test_temperature(value, temp):
 def test_a_temp_that_is_no_number_is_no_temperature(value):
     """On some systems TEMP is the folder of temporary files."""
     settings = Settings.read([], {"TEMP": value, "SNAP": "x"})
-    assert settings.temp is None and "TEMP" in settings.notices[0]
+    assert settings.temp == 0.7 and "TEMP" in settings.notices[0]
 
 
 def test_a_prompt_that_is_not_utf_8_is_refused():

@@ -50,12 +50,6 @@ class BrokenFrame:
 Frame = PromptFrame | MessageFrame | CommandFrame | BrokenFrame
 
 
-class HeaderReader(TextFieldReader):
-    def to_number(self, value: str) -> float | None:
-        # float() alone would also take 0_1, or digits of other scripts.
-        return super().to_number(value) if value.isascii() and "_" not in value else None
-
-
 class FrameReader:
     """Iterates over the frames of a buffered stream, until it ends."""
 
@@ -98,7 +92,7 @@ class FrameReader:
         raise Refused(f"expected \\x02RESET, \\x02MORE or \\x02PROMPT {HEADER}")
 
     def read_prompt_frame(self, words: list[str]) -> PromptFrame:
-        header = HeaderReader(dict(zip(HEADER_NAMES, words, strict=False)), "PROMPT")
+        header = TextFieldReader(dict(zip(HEADER_NAMES, words, strict=False)), "PROMPT")
         num_bytes = header.to_whole(words[0]) if words else None
         if num_bytes is None:
             self.is_skipping = True

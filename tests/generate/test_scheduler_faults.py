@@ -39,7 +39,7 @@ def test_a_full_queue_says_when_to_retry(serve):
     scheduler.submit(Request(PROMPT, 3, num_samples=2), first)
     assert begun.wait(SECONDS)
     waiting = [submit(scheduler, Request(PROMPT[:5], 3)) for _ in range(2)]
-    with pytest.raises(QueueFull, match="2 requests wait already") as full:
+    with pytest.raises(QueueFull, match="the queue is full: 2 requests are waiting") as full:
         submit(scheduler, Request(PROMPT, 3))
     assert full.value.retry_after >= 1
     assert scheduler.statistics()["queue"] == 2 and scheduler.statistics()["slots_busy"] == 2

@@ -43,11 +43,18 @@ def test_texts_are_whole_numbers_in_plain_digits_alone(value):
         read("whole", value, reader=TextFieldReader)
 
 
+@pytest.mark.parametrize("value", ["0_1", "\u0665", "nan", "inf", "1e999", "", "x"])
+def test_texts_are_numbers_in_plain_digits_alone(value):
+    with pytest.raises(Refused, match=r"x=.*: expected a number"):
+        read("number", value, reader=TextFieldReader)
+
+
 def test_good_values_and_defaults():
     assert read("whole", 3) == 3 and read("number", 3) == 3 and read("flag", False) is False
     assert read("text", "é") == "é" and read("one_of", "b", ("a", "b")) == "b" and read("wholes", [0, 7]) == [0, 7]
     assert read("whole", None, 7) == 7 and read("flag", None, None) is None and read("text", None, "") == ""
-    assert read("whole", "12", reader=TextFieldReader) == 12 and read("flag", "0", reader=TextFieldReader) is False
+    assert read("whole", "12", reader=TextFieldReader) == 12
+    assert read("number", "1.5", reader=TextFieldReader) == 1.5 and read("flag", "0", reader=TextFieldReader) is False
     with pytest.raises(Refused, match="x is missing"):
         read("whole", None)
     with pytest.raises(Refused, match=r"x\[1\]=9: expected a whole number from 0 to 8"):
