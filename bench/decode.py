@@ -15,16 +15,21 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from experts.cache import ExpertCache
 from experts.prefetch import PrefetchController
 from forward.kv_cache import make_kv_cache
+from forward.model import Model
 from forward.step import step
 from kernels import dispatch
 from kernels.native import Native
@@ -45,13 +50,15 @@ CACHE_TURNS = 12
 class Clocked:
     """The kernels with a clock around each call."""
 
-    def __init__(self, native):
-        self.native, self.seconds, self.calls = native, {}, {}
+    def __init__(self, native: Native):
+        self.native = native
+        self.seconds: dict[str, float] = {}
+        self.calls: dict[str, int] = {}
         for name in OPERATIONS:
             setattr(self, name, self.clocked(name, getattr(native, name)))
 
-    def clocked(self, name, operation):
-        def call(*arguments):
+    def clocked(self, name: str, operation: Callable) -> Callable:
+        def call(*arguments: Any) -> Any:
             started = time.perf_counter()
             result = operation(*arguments)
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
@@ -61,7 +68,7 @@ class Clocked:
         return call
 
 
-def weight_bytes(model):
+def weight_bytes(model: Model) -> tuple[int, int]:
     """-> (bytes of all weights that one token reads, its multiplications): each matrix but the embedding once, and the
     routed experts of one token."""
     matrices, c = [], model.config
@@ -83,9 +90,10 @@ def weight_bytes(model):
     return sum(m.num_bytes for m in matrices), sum(m.rows * m.columns for m in matrices[:-1])
 
 
-def repeat(work, seconds=4.0, least=5):
+def repeat(work: Callable[[], object], seconds: float = 4.0, least: int = 5) -> list[float]:
     """Seconds of each of many calls."""
-    times, until = [], time.perf_counter() + seconds
+    times: list[float] = []
+    until = time.perf_counter() + seconds
     while len(times) < least or time.perf_counter() < until:
         started = time.perf_counter()
         work()
@@ -96,38 +104,39 @@ def repeat(work, seconds=4.0, least=5):
 class AllCached:
     """Expert lookup without eviction policy or prefetch, for a model whose experts are all cached: the baseline."""
 
-    def __init__(self, cache):
+    def __init__(self, cache: ExpertCache):
         self.cache = cache
         self.prefetcher = PrefetchController("0", 1)
         self.pool_of = cache.pool_of
 
-    def request(self, layer, uses, chunk_rows):
+    def request(self, layer: int, uses: dict[int, int], chunk_rows: int) -> nullcontext:
         self.batch = [(i, self.cache.cached[layer, expert][1]) for i, expert in enumerate(uses)]
         return nullcontext(self)
 
-    def ready(self, start, stop):
+    def ready(self, start: int, stop: int) -> Iterator[list]:
         yield self.batch[start:stop]
 
 
-def print_cache_overhead(model, decode):
+def print_cache_overhead(model: Model, decode: Callable[[Model], None]) -> None:
     """Print the time of a warm decode with the expert cache and with AllCached, by turns."""
-    bare, times = replace(model, experts=AllCached(model.experts)), {}
+    bare = replace(model, experts=AllCached(model.experts))  # type: ignore[arg-type]  # what moe uses of it
+    times: dict[bool, list[float]] = {False: [], True: []}
     for _ in range(CACHE_TURNS):
         for one in (model, bare):
-            times.setdefault(one is bare, []).extend(repeat(lambda one=one: decode(one), 0.5, least=1))
+            times[one is bare] += repeat(partial(decode, one), 0.5, least=1)
     mine, plain = (statistics.median(times[key]) for key in (False, True))
     print(f"the expert cache, all in memory: {mine * 1e3:.2f} ms a token, without it {plain * 1e3:.2f}: "
           f"{mine / plain - 1:+.1%}")  # fmt: skip
 
 
-def run(folder, prompt):
+def run(folder: str, prompt: int) -> None:
     settings = Settings.read([], snap=folder)
     loaded = load_model(settings)
     model, native = loaded.model, dispatch.active
     print(f"{Path(folder).name} | {loaded.kernels} | {loaded.plan.num_expert_slots} slots\n")
     memory = Arena(READ_BYTES).allocate(READ_BYTES).fill_(1)
 
-    def read():
+    def read() -> float:
         return READ_BYTES / statistics.median(repeat(lambda: native.read_memory(memory), 0.5)) / 1e9
 
     ids = torch.randint(model.config.vocab_size, (CONTEXT,), generator=torch.Generator().manual_seed(1)).tolist()
@@ -135,7 +144,7 @@ def run(folder, prompt):
     step(model, [(ids[:64], kv)])
     num_bytes, num_weights = weight_bytes(model)
 
-    def decode(model=model):
+    def decode(model: Model = model) -> None:
         step(model, [(ids[64:65], kv)])
         kv.trim(64)
 
@@ -164,7 +173,7 @@ def run(folder, prompt):
 
     kv.trim(0)
 
-    def prefill():
+    def prefill() -> None:
         step(model, [(ids[:prompt], kv)])
         kv.trim(0)
 
@@ -182,7 +191,7 @@ def run(folder, prompt):
     loaded.close()
 
 
-def main(arguments=None):
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompt", type=int, default=512, help="tokens of the prefill (default 512)")
     args = parser.parse_args(arguments)

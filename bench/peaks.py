@@ -8,13 +8,16 @@ are those of the vendors' data sheets, of dense bf16, without sparsity.
 import math
 import re
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
+from experts.disk import ExpertDisk
 from experts.drive import Drive, DriveSpeed
 from experts.drive_speed import time_reads
 from kernels import dispatch
@@ -72,12 +75,12 @@ PEAKS = {
 VARIANTS = {"laptop", "mobile", "max", "q", "ti", "super", "d", "sff", "ada", "pro", "quadro", "mig", "nvl", "pcie"}
 
 
-def find_peaks(name):
+def find_peaks(name: str) -> tuple[float | None, float | None]:
     """A device's name -> (FLOP/s, bytes/s), or (None, None) when it is not known."""
     words = set(re.findall(r"[a-z0-9]+", name.lower()))
-    fitting = [entry.split() for entry in PEAKS if set(entry.split()) <= words]
-    fitting = [entry for entry in fitting if not (VARIANTS & words) - set(entry)]
-    return PEAKS[" ".join(max(fitting, key=len))] if fitting else (None, None)
+    entries = {entry: set(entry.split()) for entry in PEAKS}
+    fitting = [entry for entry, own in entries.items() if own <= words and not (VARIANTS & words) - own]
+    return PEAKS[max(fitting, key=lambda entry: len(entries[entry]))] if fitting else (None, None)
 
 
 # --- measured ---------------------------------------------------------------------------------------------------------
@@ -93,7 +96,7 @@ class Peaks:
     bandwidth_source: str
 
 
-def best_seconds(work):
+def best_seconds(work: Callable[[], object]) -> float:
     """Minimum seconds of one call, over many."""
     best, end = math.inf, time.perf_counter() + MEASURE_SECONDS
     while time.perf_counter() < end or best == math.inf:
@@ -103,7 +106,7 @@ def best_seconds(work):
     return best
 
 
-def measure_bandwidth(threads):
+def measure_bandwidth(threads: int) -> tuple[float, str]:
     """-> (bytes/s of a plain read of memory, in words how)."""
     memory = Arena(READ_BYTES).allocate(READ_BYTES).fill_(1)
     if dispatch.is_native():
@@ -115,7 +118,7 @@ def measure_bandwidth(threads):
     return READ_BYTES / best_seconds(work), how
 
 
-def measure_flops(threads):
+def measure_flops(threads: int) -> tuple[float, str]:
     """-> (FLOP/s of a large product in torch, in words how): bf16 or float32, whichever is faster here."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -123,15 +126,17 @@ def measure_flops(threads):
         rates = {}
         for dtype in (torch.bfloat16, torch.float32):
             x, w = (torch.ones(LARGE, LARGE, dtype=dtype) for _ in range(2))
-            rates[dtype] = 2 * LARGE**3 / best_seconds(lambda x=x, w=w: F.linear(x, w))
+            rates[dtype] = 2 * LARGE**3 / best_seconds(partial(F.linear, x, w))
     finally:
         torch.set_num_threads(before)
-    dtype = max(rates, key=rates.get)
+    dtype = max(rates, key=lambda dtype: rates[dtype])
     how = f"torch {str(dtype).removeprefix('torch.')} linear, {LARGE} in each direction"
     return rates[dtype], f"measured: {how}, {threads} thread{'s' * (threads > 1)}"
 
 
-def find_machine_peaks(threads, name=None, flops=None, bandwidth=None):
+def find_machine_peaks(
+    threads: int, name: str | None = None, flops: float | None = None, bandwidth: float | None = None
+) -> Peaks:
     """-> Peaks: given numbers, else those of the table for a device's name, else measured ones."""
     if name is not None:
         of_table = find_peaks(name)
@@ -147,7 +152,7 @@ def find_machine_peaks(threads, name=None, flops=None, bandwidth=None):
     return Peaks(arithmetic[0], memory[0], arithmetic[1], memory[1])
 
 
-def measure_drives(disk):
+def measure_drives(disk: ExpertDisk) -> float:
     """Bytes/s of plain reads of experts past the page cache, at the best of some queue depths; all drives together."""
     size, layouts = disk.max_expert_bytes, list(disk.layouts.values())
     arena = Arena(max(DEPTHS) * size)
@@ -165,13 +170,13 @@ def measure_drives(disk):
     return speed
 
 
-def reset_peak():
+def reset_peak() -> None:
     """Reset the peak memory that the system counts, where it can (Linux)."""
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 
 
-def peak_memory():
+def peak_memory() -> int:
     """Peak bytes of the process since reset_peak, or since its start where the system cannot reset."""
     try:
         [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:")]
