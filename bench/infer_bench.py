@@ -42,26 +42,22 @@ in one line. --plot needs matplotlib.
 
 import argparse
 import json
-import math
 import random
-import statistics
 import sys
-import time
-from collections import Counter
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench import cost
-from bench.peaks import find_machine_peaks, measure_drives, peak_memory, reset_peak
+from bench.infer_numbers import count_parameters, find_costs, floors, full_rows, percent, share, summarise
+from bench.infer_output import cell, plot, print_card, print_sweep
+from bench.infer_run import SEED, InferBench
+from bench.peaks import find_machine_peaks, measure_drives
 from dev.replay_trace import import_pyplot
 from errors import Refused, printable
 from forward.finite import NonFinite
-from forward.kv_cache import kv_cache_bytes
-from generate.engine import Engine
 from kernels import dispatch
 from load.model import DEFAULT_CONTEXT, load_model, open_snapshot, snapshot_folder
-from load.plan import gb
 from machine.console import say
 from machine.threads import num_threads
 from modes.reference import read_reference, reference_path
@@ -75,238 +71,6 @@ from text.tokenizer import TextTokenizer
 ROOT = Path(__file__).resolve().parents[1]
 TEXTS = ("LICENSE", "README.md", "CONTRIBUTING.md")
 WARM_UP = 8  # tokens
-SEED = 1
-
-
-# --- a run -----------------------------------------------------------------------------------------------------------
-
-
-class Asked:
-    """Stands where a route trace would: bytes of the experts that are asked for, the distinct ones, and those of all
-    rows one by one."""
-
-    def __init__(self, bytes_of_layer, trace=None):
-        self.bytes_of_layer, self.trace = bytes_of_layer, trace
-        self.reset()
-
-    def reset(self):
-        self.union_bytes = self.row_bytes = 0
-
-    def record(self, layer, uses, chunk_rows, rows=None):
-        each = self.bytes_of_layer[layer]
-        self.union_bytes += each * len(uses)
-        self.row_bytes += each * sum(uses.values())
-        if self.trace:
-            self.trace.record(layer, uses, chunk_rows, rows)
-
-
-@dataclass(frozen=True)
-class Timed:
-    """One run of `batch` rows as it was measured."""
-
-    batch: int
-    state: str  # cold or warm
-    ttft: float  # seconds
-    steps: tuple[float, ...]  # seconds of each later step
-    forwards: int  # of these steps
-    rows: int  # that went through the layers in them
-    peak_bytes: int
-    union_bytes: int = 0  # of the experts that the steps asked for, each once a step
-    row_bytes: int = 0  # the same, once for each row that asked
-    disk_bytes: int = 0  # of experts, read in the steps
-    prefill_disk_bytes: int = 0
-    hit_rate: float | None = None
-    wait_seconds: float = 0.0
-
-    @property
-    def seconds(self):
-        return sum(self.steps)
-
-
-class InferBench:
-    """A loaded model and a prompt."""
-
-    def __init__(self, loaded, settings, ids, temperature):
-        self.loaded, self.ids, self.temperature = loaded, ids, temperature
-        self.experts = loaded.model.experts
-        self.asked = Asked(layer_bytes(loaded, settings), loaded.model.trace)
-        model = replace(loaded.model, trace=self.asked)
-        self.engine = Engine(model, terminal_ids=frozenset(), draft=settings.draft)
-
-    def drop_experts(self):
-        """Evict all experts and drop them from the page cache."""
-        for key in list(self.experts.cached):
-            self.experts.free_expert_slot(key, self.experts.evict(key))
-        for layout in self.loaded.disk.layouts.values():
-            for drive in self.loaded.disk.drives.usable:
-                drive.drop_from_page_cache(layout)
-
-    def run(self, batch, num_tokens, is_cold=False):
-        """-> Timed."""
-        if is_cold:
-            self.drop_experts()
-        reset_peak()
-        self.experts.reset_counters()
-        generator = self.engine.generate(self.ids, batch, num_tokens, self.temperature, seed=SEED)
-        started = time.perf_counter()
-        next(generator)
-        ttft, bursts = time.perf_counter() - started, []
-        prefill = self.experts.counters.bytes_read
-        if is_cold:
-            self.drop_experts()
-        self.experts.reset_counters()
-        self.asked.reset()
-        engine, forwards = self.engine, self.engine.forwards
-        first_forward, first_row = engine.forwards, engine.forward_rows
-        before = time.perf_counter()
-        for _ in generator:
-            now = time.perf_counter()
-            if engine.forwards > forwards:
-                bursts.append([])
-            bursts[-1].append(now - before)
-            before, forwards = now, engine.forwards
-        counters = self.experts.counters
-        return Timed(
-            batch=batch,
-            state="cold" if is_cold else "warm",
-            ttft=ttft,
-            steps=tuple(sum(burst) / len(burst) for burst in bursts for _ in burst),
-            forwards=engine.forwards - first_forward,
-            rows=engine.forward_rows - first_row,
-            peak_bytes=peak_memory(),
-            union_bytes=self.asked.union_bytes,
-            row_bytes=self.asked.row_bytes,
-            disk_bytes=counters.bytes_read,
-            prefill_disk_bytes=prefill,
-            hit_rate=counters.hit_rate if counters.hits + counters.misses else None,
-            wait_seconds=counters.wait_seconds,
-        )
-
-
-def layer_bytes(loaded, settings):
-    """layer -> mean bytes of one of its experts in memory."""
-    total, count = Counter(), Counter()
-    for (layer, _), layout in loaded.disk.layouts.items():
-        total[layer] += cost.expert_bytes(layout, settings.expert_bits)
-        count[layer] += 1
-    return {layer: total[layer] / count[layer] for layer in total}
-
-
-# --- the numbers ------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Costs:
-    """What one step costs whatever was measured: of all rows together, and of each."""
-
-    dense_bytes: int  # read in a step
-    row_kv_bytes: int  # read in a step by each row
-    row_flops: float
-    expert_bytes: float  # that one row asks for in a step
-
-
-def share(part, whole):
-    """part / whole, None where one of them is not known or there is nothing to divide by."""
-    return part / whole if part is not None and whole else None
-
-
-def percent(part, whole):
-    return share(100 * part, whole)
-
-
-def percentile(values, part):
-    """The least of the values that `part` of them do not exceed."""
-    return sorted(values)[max(0, math.ceil(part * len(values)) - 1)]
-
-
-def bytes_of_step(run, costs):
-    """Bytes that a step reads from memory, on average."""
-    read = run.forwards * costs.dense_bytes + run.union_bytes + run.rows * costs.row_kv_bytes
-    return read / len(run.steps)
-
-
-def floors(run, costs, peaks, drive):
-    """Seconds of a step at the peak of each: memory, arithmetic, disk; None where a peak is not known."""
-    return {
-        "memory": share(bytes_of_step(run, costs), peaks.bandwidth),
-        "arithmetic": share(run.rows / len(run.steps) * costs.row_flops, peaks.flops),
-        "disk": share(run.disk_bytes / len(run.steps), drive),
-    }
-
-
-def summarise(run, costs, peaks, drive, single=None):
-    """Timed -> the numbers of one row of the sweep. single: the run of one row in the same state, to compare with."""
-    tpot, tokens = statistics.median_high(run.steps), run.batch * len(run.steps)
-    speed = tokens / run.seconds
-    floor = max((s for s in floors(run, costs, peaks, drive).values() if s is not None), default=None)
-    union_ratio = share(run.row_bytes / run.batch, run.union_bytes)
-    gain = disk_ratio = None
-    if single:
-        gain = speed * single.seconds / len(single.steps)
-        disk_ratio = share(single.disk_bytes / len(single.steps), run.disk_bytes / len(run.steps))
-    return {
-        "batch_size": run.batch,
-        "state": run.state,
-        "ttft_sec": run.ttft,
-        "tpot_sec": tpot,
-        "tpot_p95_sec": percentile(run.steps, 0.95),
-        "tok_per_sec": speed,
-        "mbu_percent": percent(bytes_of_step(run, costs) / tpot, peaks.bandwidth),
-        "mfu_percent": percent(run.rows / len(run.steps) * costs.row_flops / tpot, peaks.flops),
-        "peak_vram_bytes": None,
-        "peak_memory_bytes": run.peak_bytes,
-        "decode_steps": len(run.steps),
-        "steps_per_forward": len(run.steps) / run.forwards,
-        "hit_rate": run.hit_rate,
-        "disk_bytes_per_token": run.disk_bytes / tokens,
-        "prefill_disk_bytes": run.prefill_disk_bytes,
-        "disk_wait_share": run.wait_seconds / run.seconds,
-        "drive_use": share(run.disk_bytes / run.seconds, drive),
-        "expert_bytes_one_row": run.row_bytes / tokens,
-        "expert_bytes_union": run.union_bytes / len(run.steps),
-        "union_ratio": union_ratio,
-        "speedup": gain,
-        "speedup_share": share(gain, run.batch * (union_ratio or 0)),
-        "disk_ratio": disk_ratio,
-        "disk_speedup_share": share(gain, run.batch * (disk_ratio or 0)),
-        "floor_sec": floor,
-        "floor_share": share(floor, run.seconds / len(run.steps)),
-    }
-
-
-def count_parameters(loaded):
-    """-> {format: parameters} of everything that is loaded, routed experts and all."""
-    counts = Counter()
-    for stored in loaded.dense.matrices.values():
-        counts[str(stored.format)] += stored.rows * stored.columns
-    for entry in loaded.dense.floats.values():
-        counts[entry.dtype.lower()] += math.prod(entry.shape)
-    for layout in loaded.disk.layouts.values():
-        for matrix in layout.matrices:
-            counts[str(matrix.format)] += matrix.rows * matrix.columns
-    return dict(counts)
-
-
-def find_costs(loaded, per_layer, context):
-    """-> Costs at `context` positions."""
-    config, weights = loaded.config, loaded.model.weights
-    return Costs(
-        dense_bytes=cost.dense_bytes_read(weights, config, context),
-        row_kv_bytes=cost.kv_bytes_read(config, context, weights.has_indexer),
-        row_flops=cost.decode_flops(config, context, weights.has_indexer),
-        expert_bytes=config.num_active_experts * sum(per_layer[layer] for layer in config.sparse_layers),
-    )
-
-
-def full_rows(loaded, context):
-    """Rows of `context` positions that the budget has room for, with one expert of each layer in memory."""
-    plan = loaded.plan
-    least = sum(len(slots.layers) * slots.slot_bytes for slots in plan.expert_slots)
-    room = plan.budget_bytes - plan.process_bytes - plan.dense_bytes - plan.scratch_bytes - least
-    return max(0, room // kv_cache_bytes(loaded.config, context))
-
-
-# --- the prompt -------------------------------------------------------------------------------------------------------
 
 
 def fit(args, config, settings):
@@ -335,92 +99,6 @@ def make_prompt(opened, settings, count):
             return ids[:count], f"full_ids of {reference_path(settings).name}"
     ids = random.Random(SEED).choices(range(opened.config.vocab_size), k=count)
     return ids, "random ids: there is neither text nor a reference of that length"
-
-
-# --- what a person reads ----------------------------------------------------------------------------------------------
-
-
-def cell(value, factor=1.0, digits=2, unit=""):
-    return "-" if value is None else f"{value * factor:.{digits}f}{unit}"
-
-
-def print_card(card, peaks):
-    """What is known before anything is measured."""
-    c = card
-    parameters = ", ".join(f"{count / 1e6:,.2f} M {name}" for name, count in c["dtypes"].items())
-    print(f"model       {c['source']}: {c['model_config']['model_type']}, {c['params'] / 1e6:,.2f} M parameters: "
-          f"{parameters}")  # fmt: skip
-    print(f"device      {c['device']} | budget {gb(c['total_memory_bytes'])}")
-    for what, value, unit, source in (
-        ("arithmetic", peaks.flops, "GFLOP/s", peaks.flops_source),
-        ("memory", peaks.bandwidth, "GB/s", peaks.bandwidth_source),
-        ("drive", c["peak_drive"], "GB/s", "measured: plain reads of experts, before the sweep"),
-    ):
-        print(f"{what:12}" + (f"{value / 1e9:.2f} {unit} ({source})" if value else "-"))
-    streamed = f"{c['slots']} of {c['num_experts']} experts fit in memory" if c["num_experts"] else "no routed experts"
-    print(f"weights     {gb(c['weight_bytes'])}, of them {gb(c['resident_bytes'])} dense | {streamed}")
-    print(f"a step      at {c['c_mid']} positions: dense {gb(c['resident_bytes_read'])}, experts of one row "
-          f"{gb(c['expert_bytes_per_row'])}, KV {c['kv_bytes_read_per_row'] / 1e6:.3f} MB and "
-          f"{c['decode_flops'] / 1e9:.4f} GFLOP a row")  # fmt: skip
-    print(f"KV          {c['kv_bytes_per_token']} bytes a token and row | {c['max_rows']} rows of {c['max_context']} "
-          "positions fit beside the weights")  # fmt: skip
-    print(f"ceiling     {cell(c['ceiling_tok_per_sec'], digits=1)} tok/s of one row, all in memory")
-    print(f"prompt      {c['prompt_tokens']} tokens, {c['prompt_source']} | decode {c['decode_tokens']}, temperature "
-          f"{c['temperature']:g}, DRAFT={c['draft']}", flush=True)  # fmt: skip
-
-
-# Title, key, factor, digits of the numbers of a row.
-COLUMNS = (
-    ("TTFT ms", "ttft_sec", 1e3, 1),
-    ("TPOT ms", "tpot_sec", 1e3, 2),
-    ("p95 ms", "tpot_p95_sec", 1e3, 2),
-    ("tok/s", "tok_per_sec", 1, 1),
-    ("step/fw", "steps_per_forward", 1, 2),
-    ("MBU %", "mbu_percent", 1, 1),
-    ("MFU %", "mfu_percent", 1, 1),
-    ("hit %", "hit_rate", 100, 1),
-    ("MB/tok", "disk_bytes_per_token", 1e-6, 1),
-    ("U", "drive_use", 1, 2),
-    ("1/union", "union_ratio", 1, 2),
-    ("asked", "speedup_share", 1, 2),
-    ("read", "disk_speedup_share", 1, 2),
-    ("floor", "floor_share", 1, 2),
-    ("GB", "peak_memory_bytes", 1e-9, 2),
-    ("steps", "decode_steps", 1, 0),
-)
-
-
-def print_sweep(rows, expected_steps):
-    print(f"{'rows':>4}{'':6}" + "".join(f"{title:>9}" for title, *_ in COLUMNS))
-    for row in rows:
-        cells = [cell(row[key], factor, digits) for _, key, factor, digits in COLUMNS]
-        early = "  early stop" if row["decode_steps"] < expected_steps else ""
-        print(f"{row['batch_size']:>4} {row['state']:5}" + "".join(f"{text:>9}" for text in cells) + early)
-
-
-def plot(pyplot, path, sweep, floors_of):
-    """Tokens a second over rows, measured, and what the peaks allow for the same bytes and operations."""
-    figure, panel = pyplot.subplots(figsize=(9, 5), layout="constrained")
-    for number, state in enumerate(dict.fromkeys(row["state"] for row in sweep)):
-        rows = [row for row in sweep if row["state"] == state]
-        batches = [row["batch_size"] for row in rows]
-        colour = f"C{number}"
-        panel.plot(batches, [row["tok_per_sec"] for row in rows], "o-", color=colour, label=f"{state}, measured")
-        for what, style in (("memory", "--"), ("arithmetic", ":"), ("disk", "-.")):
-            known = [(n, n / s) for n in batches if (s := floors_of[state, n][what])]
-            if known:
-                panel.plot(*zip(*known, strict=True), style, color=colour, label=f"{state}, {what} at its peak")
-    panel.set(xscale="log", yscale="log", xlabel="rows", ylabel="tokens a second")
-    ticks = sorted({row["batch_size"] for row in sweep})
-    panel.set_xticks(ticks, [str(tick) for tick in ticks])
-    panel.set_xticks([], minor=True)
-    panel.grid(alpha=0.3, which="both")
-    figure.legend(loc="outside right upper")
-    figure.savefig(path, format="png", dpi=150)
-    pyplot.close(figure)
-
-
-# --- the door ---------------------------------------------------------------------------------------------------------
 
 
 def batch_list(text):

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from bench import cost, infer_bench, peaks
-from bench.infer_bench import Asked, Costs, Timed, floors, main, percentile, summarise
+from bench.infer_bench import main
+from bench.infer_numbers import Costs, floors, percentile, summarise
+from bench.infer_run import Asked, Timed
 from bench.peaks import PEAKS, Peaks, find_peaks
 from kernels.formats import FLOATS
 from kernels.weight import Weight
