@@ -5,30 +5,21 @@ colibri.py and the scripts call Settings.read and pass the values down; no other
 
 import os
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 from errors import Refused
 from machine.fields import TextFieldReader
 
 EMBEDDED_SNAPSHOT = Path(__file__).resolve().parent / "models" / "tiny"
 
-VARIABLES = (
-    "SNAP SCORE SERVE PROMPT REF REPLAY TF REPORT NGEN CTX CHAT THINK PREFIX "
-    "TEMP NUCLEUS SEED DRAFT RAM_GB PREFILL_CHUNK TOPK TOPP EXACT KV_DTYPE KERNELS THREADS READ_MODE SNAP_MIRROR "
-    "LOOKAHEAD USAGE ROUTE_TRACE HOST PORT API_KEY ALLOWED_HOSTS KV_SLOTS QUEUE KVSAVE XDG_CACHE_HOME TERM"
-).split()
-
 # A test holds this equal to kernels/dispatch.py, which is not imported here because torch is slow to import.
 KERNELS = ("native", "reference", "avx512amx", "avx512vnni", "avx512", "avx2", "neondot", "neon", "portable")
 
-KV_DTYPES = ("f32", "bf16")
-READ_MODES = ("auto", "direct", "buffered")
-LOOKAHEADS = ("auto", "0", "1")
 MAX_DRAFT = 16
 DEFAULT_TEMPERATURE = 0.7  # of the modes that sample
-SERVERS = ("1", "stdio", "0")
 BITS = ("16", "8", "4", "2")
 # NGEN where it is not set: HTTP requests bound their answers themselves.
 SERVE_NGEN = {"1": 1 << 31, "stdio": 256}
@@ -73,54 +64,104 @@ cap: expert slots per layer, 0 = what the budget allows; bits: 16 = as stored, 8
 Every variable: docs/env_vars.md"""
 
 
+class Environ(TextFieldReader):
+    """Typed reads of an environment. A variable set to nothing counts as unset, except in `utf8` and `present`."""
+
+    def __init__(self, environ: Mapping[str, str], **defaults: str) -> None:
+        """defaults: the values of variables that are unset."""
+        super().__init__(environ)
+        self.defaults = defaults
+        self.notices: list[str] = []
+
+    def find(self, name: str) -> str | None:
+        return self.values.get(name) or self.defaults.get(name)
+
+    path = find  # a file name stays as the system gave it
+
+    def utf8(self, name: str) -> str | None:
+        """The value as UTF-8, whatever the locale made of its bytes."""
+        value = self.values.get(name)
+        try:
+            return None if value is None else os.fsencode(value).decode("utf-8")
+        except UnicodeError:
+            raise Refused(f"{name} is not valid UTF-8; check the terminal's encoding") from None
+
+    def words(self, name: str) -> tuple[str, ...]:
+        return tuple((self.utf8(name) or "").replace(",", " ").split())
+
+    def cache_folder(self, name: str) -> Path:
+        return Path(self.path(name) or Path.home() / ".cache") / "colibri.py"
+
+    def present(self, name: str) -> bool:
+        return name in self.values
+
+    def draft(self, name: str) -> str:
+        value = self.find(name)
+        return value if value == "auto" else str(self.whole(name, high=MAX_DRAFT))
+
+    def temperature(self, name: str) -> float:
+        """A TEMP that is not a number is ignored with a notice: other programs use the name for a folder."""
+        value = self.find(name)
+        number = self.to_number(value or "-1")
+        if number is None:
+            self.notices.append(f"[env] {name}={value!r} is not a number: ignored, as no temperature")
+        return DEFAULT_TEMPERATURE if number is None or number < 0 else number
+
+
+def variable(read: Callable[..., Any], *arguments: Any, name: str = "", **options: Any) -> Any:
+    """A field that `read`, a method of Environ, reads from the variable `name`, by default the field's own."""
+    return field(metadata={"name": name, "read": lambda env, name: read(env, name, *arguments, **options)})
+
+
 @dataclass(frozen=True)
 class Settings:
-    """One field for each variable, under its name in lower case; then the arguments."""
+    """One field for each variable, under its name in lower case, after the arguments."""
 
-    snap: str
-    score: str | None
-    serve: str | None  # 1, or stdio
-    prompt: str | None
-    ref: str | None
-    replay: bool
-    tf: bool
-    report: str | None
-    ngen: int  # max_tokens
-    ctx: int  # max_model_len; 0 = the smaller of 4096 and the model's max_position_embeddings
-    chat: bool
-    think: bool
-    prefix: bool
-    temp: float
-    nucleus: float  # top_p
-    seed: int
-    draft: str  # draft tokens of a forward pass: auto, or a number
-    ram_gb: float  # 0 = ask host and cgroup
-    prefill_chunk: int  # token rows; 0 = 1024, or less where the budget asks for it
-    topk: int  # active experts of a token; 0 = as config.json says
-    topp: float  # share of a token's router scores that the kept experts reach; 0 = all
-    exact: bool  # activations stay float32 where weights are integers
-    kv_dtype: str
-    kernels: str | None  # None = the best for this processor
-    threads: int  # 0 = as many as the process may keep busy
-    read_mode: str  # of experts
-    snap_mirror: str | None
-    lookahead: str  # expert prefetch: auto, 0 or 1
-    usage: bool  # record the expert usage over runs
-    route_trace: str | None  # file to which the active experts are appended
-    host: str  # address that the server listens on
-    port: int  # 0 = any that is free
-    api_key: str | None
-    allowed_hosts: tuple[str, ...]  # host names of the server, besides numeric addresses and localhost
-    kv_slots: int  # conversations at once; 0 = 4, or fewer where the budget asks for it
-    queue: int  # requests that may wait
-    kvsave: bool  # keep KV caches of conversations over a restart
-    cache: Path  # folder of compiled kernels, drive speeds, usage histories, saved conversations
-    dumb: bool  # from TERM: the terminal cannot move its cursor
     cap: int
     expert_bits: int
     dense_bits: int
     tools: bool  # of a chat
     notices: tuple[str, ...]
+    snap: str = variable(Environ.path)
+    score: str | None = variable(Environ.path)
+    serve: str | None = variable(Environ.one_of, ("1", "stdio", "0"), None)  # 1, stdio, or None for 0
+    prompt: str | None = variable(Environ.utf8)
+    ref: str | None = variable(Environ.path)
+    replay: bool = variable(Environ.present)
+    tf: bool = variable(Environ.present)
+    report: str | None = variable(Environ.path)
+    ngen: int = variable(Environ.whole, low=1)  # max_tokens
+    ctx: int = variable(Environ.whole, 0)  # max_model_len; 0 = 4096, or less if the model has fewer positions
+    chat: bool = variable(Environ.flag, False)
+    think: bool = variable(Environ.flag, False)
+    prefix: bool = variable(Environ.flag, True)
+    temp: float = variable(Environ.temperature)
+    nucleus: float = variable(Environ.number, 0.90, -1e9, 1e9)  # top_p
+    seed: int = variable(lambda env, name: env.whole(name, time.time_ns() % 2**32, 0, 2**64 - 1))
+    draft: str = variable(Environ.draft)  # draft tokens of a forward pass: auto, or a number
+    ram_gb: float = variable(Environ.number, 0.0, 0.0, 1e6)  # 0 = ask host and cgroup
+    prefill_chunk: int = variable(Environ.whole, 0, 0, 1 << 20)  # token rows; 0 = at most 1024, by the budget
+    topk: int = variable(Environ.whole, 0, 0, 65536)  # active experts of a token; 0 = as config.json says
+    topp: float = variable(Environ.number, 0.0, 0.0, 1.0)  # share of the router scores to keep; 0 = all
+    exact: bool = variable(Environ.flag, False)  # activations stay float32 where weights are integers
+    kv_dtype: str = variable(Environ.one_of, ("f32", "bf16"), "f32")
+    kernels: str | None = variable(Environ.one_of, KERNELS, None)  # None = the best for this processor
+    threads: int = variable(Environ.whole, 0, 0, 256)  # 0 = as many as the process may keep busy
+    read_mode: str = variable(Environ.one_of, ("auto", "direct", "buffered"), "auto")  # of experts
+    snap_mirror: str | None = variable(Environ.path)
+    lookahead: str = variable(Environ.one_of, ("auto", "0", "1"), "auto")  # expert prefetch
+    usage: bool = variable(Environ.flag, True)  # record the expert usage over runs
+    route_trace: str | None = variable(Environ.path)  # file to which the active experts are appended
+    host: str = variable(lambda env, name: env.utf8(name) or "127.0.0.1")  # address that the server listens on
+    port: int = variable(Environ.whole, 8000, 0, 65535)  # 0 = any that is free
+    api_key: str | None = variable(lambda env, name: env.utf8(name) or None)
+    allowed_hosts: tuple[str, ...] = variable(Environ.words)  # of the server, besides addresses and localhost
+    kv_slots: int = variable(Environ.whole, 0, 1, 64)  # conversations at once; 0 = 4, or fewer as the budget asks
+    queue: int = variable(Environ.whole, 64, 0, 1 << 16)  # requests that may wait
+    kvsave: bool = variable(Environ.flag, False)  # keep KV caches of conversations over a restart
+    # Folder of compiled kernels, drive speeds, usage histories, saved conversations.
+    cache: Path = variable(Environ.cache_folder, name="XDG_CACHE_HOME")  # noqa: RUF009 - a field
+    dumb: bool = variable(lambda env, name: env.path(name) in (None, "dumb"), name="TERM")  # it cannot move its cursor
 
     @property
     def drafts(self) -> bool:
@@ -146,64 +187,26 @@ class Settings:
 
         `snap` takes precedence over SNAP; `ngen` and `draft` are the defaults of NGEN and DRAFT.
         """
-        env = EnvironReader(os.environ if environ is None else environ)
         if len(arguments) > 3:
             raise Refused(f"{len(arguments)} arguments, at most 3 are known: cap, expert_bits, dense_bits")
         positional = TextFieldReader(dict(zip(("cap", "expert_bits", "dense_bits"), arguments, strict=False)))
-        prompt = env.utf8("PROMPT")
-        if prompt is not None and not prompt.strip():
-            raise Refused("PROMPT is empty; give it some text, or leave it unset")
-        serve = env.one_of("SERVE", SERVERS, None)
-        serve = None if serve == "0" else serve
-        chat = env.flag("CHAT", False)
-        if chat and prompt is None:
+        env = Environ(os.environ if environ is None else environ, DRAFT=draft)
+        if env.flag("CHAT", False) and not env.present("PROMPT"):
             ngen = CHAT_NGEN
-        if not snap and not env.path("SNAP"):
+        env.defaults["NGEN"] = str(SERVE_NGEN.get(env.find("SERVE") or "", ngen))
+        if not snap and not env.find("SNAP"):
             env.notices.append("[snapshot] SNAP is not set: models/tiny, the embedded model")
-        temp = env.temperature("TEMP")
+        values = {setting.name: setting.metadata["read"](env, name) for name, setting in VARIABLES.items()}
+        values["snap"] = snap or values["snap"] or str(EMBEDDED_SNAPSHOT)
+        if values["serve"] == "0":
+            values["serve"] = None
+        if values["prompt"] is not None and not values["prompt"].strip():
+            raise Refused("PROMPT is empty; give it some text, or leave it unset")
         for name in filter(env.present, IGNORED):
             instead = f"; use {RENAMED[name]}" if name in RENAMED else ""
             env.notices.append(f"[env] {name} does nothing here{instead}, see docs/env_vars.md")
         return Settings(
-            snap=snap or env.path("SNAP") or str(EMBEDDED_SNAPSHOT),
-            score=env.path("SCORE"),
-            serve=serve,
-            prompt=prompt,
-            ref=env.path("REF"),
-            replay=env.present("REPLAY"),
-            tf=env.present("TF"),
-            report=env.path("REPORT"),
-            ngen=env.whole("NGEN", SERVE_NGEN.get(serve or "", ngen), 1),
-            ctx=env.whole("CTX", 0),
-            chat=chat,
-            think=env.flag("THINK", False),
-            prefix=env.flag("PREFIX", True),
-            temp=temp,
-            nucleus=env.number("NUCLEUS", 0.90, -1e9, 1e9),
-            seed=env.whole("SEED", time.time_ns() % 2**32, 0, 2**64 - 1),
-            draft=env.draft("DRAFT", draft),
-            ram_gb=env.number("RAM_GB", 0.0, 0.0, 1e6),
-            prefill_chunk=env.whole("PREFILL_CHUNK", 0, 0, 1 << 20),
-            topk=env.whole("TOPK", 0, 0, 65536),
-            topp=env.number("TOPP", 0.0, 0.0, 1.0),
-            exact=env.flag("EXACT", False),
-            kv_dtype=env.one_of("KV_DTYPE", KV_DTYPES, "f32"),
-            kernels=env.one_of("KERNELS", KERNELS, None),
-            threads=env.whole("THREADS", 0, 0, 256),
-            read_mode=env.one_of("READ_MODE", READ_MODES, "auto"),
-            snap_mirror=env.path("SNAP_MIRROR"),
-            lookahead=env.one_of("LOOKAHEAD", LOOKAHEADS, "auto"),
-            usage=env.flag("USAGE", True),
-            route_trace=env.path("ROUTE_TRACE"),
-            host=env.utf8("HOST") or "127.0.0.1",
-            port=env.whole("PORT", 8000, 0, 65535),
-            api_key=env.utf8("API_KEY") or None,
-            allowed_hosts=tuple((env.utf8("ALLOWED_HOSTS") or "").replace(",", " ").split()),
-            kv_slots=env.whole("KV_SLOTS", 0, 1, 64),
-            queue=env.whole("QUEUE", 64, 0, 1 << 16),
-            kvsave=env.flag("KVSAVE", False),
-            cache=Path(env.path("XDG_CACHE_HOME") or Path.home() / ".cache") / "colibri.py",
-            dumb=env.path("TERM") in (None, "dumb"),
+            **values,
             cap=positional.whole("cap", 0, 0, 1 << 20),
             expert_bits=int(positional.one_of("expert_bits", BITS, "16")),
             dense_bits=int(positional.one_of("dense_bits", BITS, "16")),
@@ -212,37 +215,6 @@ class Settings:
         )
 
 
-class EnvironReader(TextFieldReader):
-    """Typed reads of an environment. A variable set to nothing counts as unset, except in `utf8` and `present`."""
-
-    def __init__(self, environ: Mapping[str, str]) -> None:
-        super().__init__(environ)
-        self.notices: list[str] = []
-
-    def find(self, name: str) -> str | None:
-        return self.values.get(name) or None
-
-    path = find  # a file name stays as the system gave it
-
-    def utf8(self, name: str) -> str | None:
-        """The value as UTF-8, whatever the locale made of its bytes."""
-        value = self.values.get(name)
-        try:
-            return None if value is None else os.fsencode(value).decode("utf-8")
-        except UnicodeError:
-            raise Refused(f"{name} is not valid UTF-8; check the terminal's encoding") from None
-
-    def present(self, name: str) -> bool:
-        return name in self.values
-
-    def draft(self, name: str, default: str) -> str:
-        value = self.find(name) or default
-        return value if value == "auto" else str(self.whole(name, default, 0, MAX_DRAFT))
-
-    def temperature(self, name: str) -> float:
-        """A TEMP that is not a number is ignored with a notice: other programs use the name for a folder."""
-        value = self.find(name)
-        number = self.to_number(value or "-1")
-        if number is None:
-            self.notices.append(f"[env] {name}={value!r} is not a number: ignored, as no temperature")
-        return DEFAULT_TEMPERATURE if number is None or number < 0 else number
+VARIABLES = {
+    setting.metadata["name"] or setting.name.upper(): setting for setting in fields(Settings) if setting.metadata
+}

@@ -144,7 +144,7 @@ def test_the_page_of_variables_equals_settings():
 
 
 def test_every_variable_is_really_read():
-    from settings import EnvironReader, Settings
+    from settings import Environ, Settings
 
     asked = set()
 
@@ -159,7 +159,7 @@ def test_every_variable_is_really_read():
 
     Settings.read([], Recording())
     assert asked == {*VARIABLES, *IGNORED}
-    assert EnvironReader({}).notices == []
+    assert Environ({}).notices == []
 
 
 def test_the_table_of_models_is_that_of_the_tests():
