@@ -107,13 +107,12 @@ class Chat:
         self, settings: Settings, loaded: LoadedModel, tokenizer: TextTokenizer, tools: Sequence[Tool] = ()
     ) -> None:
         self.loaded = loaded
-        self.model = loaded.model
         self.tokenizer = tokenizer
         self.run = RunReport("chat", loaded)
         self.kv = make_kv_cache(loaded.config, loaded.context)
         self.ids: list[int] = []  # the KV cache holds the first kv.length of them
-        self.proposers = Proposers(self.model, self.kv)
-        self.drafter = Drafter(self.model, self.run.draft_length)
+        self.proposers = Proposers(loaded.model, self.kv)
+        self.drafter = Drafter(loaded.model, self.run.draft_length)
         self.sampler = Sampler(settings.temp, settings.nucleus, settings.seed)
         self.stop_ids = all_stop_ids(loaded.config, tokenizer)
         self.tools = tools
@@ -136,7 +135,7 @@ class Chat:
         max_tokens = min(self.ngen, max_answer_tokens(len(ids), kv.capacity))
         self.proposers.resume(ids)
         tokens = spec_decode(
-            self.model,
+            self.loaded.model,
             kv,
             ids,
             self.sampler,
@@ -186,7 +185,7 @@ class Chat:
 
 
 def chat_loop(chat: Chat, history: ChatHistory) -> None:
-    """Turn after turn until the user or stdin ends it."""
+    """Turn after turn until the user or stdin ends it; a bad message is reported."""
     is_terminal = sys.stdin is not None and sys.stdin.isatty()
     if is_terminal:
         sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")  # type: ignore[union-attr]  # a terminal's
@@ -207,7 +206,12 @@ def chat_loop(chat: Chat, history: ChatHistory) -> None:
         elif line.startswith("/") and command.isalpha():
             say(f"[chat] {line} is not a command; the commands are /clear, /stats, /quit and /exit")
         elif line:
-            run_turn(chat, history, line)
+            try:
+                ids = history.add_question(utf8(line, "the message"))
+            except Refused as error:
+                say(f"[chat] {error}")
+            else:
+                answer_question(chat, history, ids)
     if is_terminal:
         say("goodbye")
 
@@ -233,16 +237,6 @@ def read_line(is_terminal: bool) -> str | None:
                 raise
             return None
     return sys.stdin.buffer.readline().decode("utf-8", "surrogateescape") or None
-
-
-def run_turn(chat: Chat, history: ChatHistory, line: str) -> None:
-    """Answer a message; a bad message is reported, and the chat goes on."""
-    try:
-        ids = history.add_question(utf8(line, "the message"))
-    except Refused as error:
-        say(f"[chat] {error}")
-        return
-    answer_question(chat, history, ids)
 
 
 def answer_question(chat: Chat, history: ChatHistory, ids: list[int]) -> str | None:

@@ -19,11 +19,9 @@ def run_check(settings: Settings, opened: OpenedSnapshot) -> int:
     if full[: len(prompt)] != prompt or len(full) == len(prompt):
         raise Refused(f"{reference_path(settings)}: full_ids must be prompt_ids and at least one token more")
     loaded = load_model(settings, opened)
-    model = loaded.model
-    run = RunReport("oracle", loaded)
-    run.num_prompt_ids = len(prompt)
-    kv = make_kv_cache(model.config, loaded.context)
-    expected = full[len(prompt) :]
+    model, expected = loaded.model, full[len(prompt) :]
+    run = RunReport("oracle", loaded, len(prompt))
+    kv = make_kv_cache(loaded.config, loaded.context)
     drafter, progress = Drafter(model, run.draft_length), PrefillProgress(len(prompt))
     generated = []
     for token in spec_decode(model, kv, prompt, Sampler(), len(expected), (), drafter, progress, run.counters):

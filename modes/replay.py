@@ -24,9 +24,8 @@ def run_replay(settings: Settings, opened: OpenedSnapshot) -> int:
     if len(prompt) < 2 or len(full) <= len(prompt):
         raise Refused(f"{reference_path(settings)}: REPLAY needs two prompt_ids and one token more in full_ids")
     loaded = load_model(settings, opened)
-    model = loaded.model
-    run = RunReport("replay", loaded)
-    run.num_prompt_ids = first = len(prompt) - 1
+    model, first = loaded.model, len(prompt) - 1
+    run = RunReport("replay", loaded, first)
     kv = make_kv_cache(model.config, len(full))
     step(model, [(full[:first], kv)], PrefillProgress(first))
     run.prefill_done()
@@ -36,7 +35,7 @@ def run_replay(settings: Settings, opened: OpenedSnapshot) -> int:
         num_equal += int(torch.argmax(logits)) == full[at + 1]
     run.end()
     num_tokens = len(full) - 1 - first
-    prefill, decode = run.phases()
+    prefill, decode, _ = run.phases()
     print(
         f"REPLAY decode: {num_tokens} token in {decode.seconds:.2f} s | {num_tokens / decode.seconds:.2f} tok/s | "
         f"expert hit {100 * decode.cache.hit_rate:.1f}%"

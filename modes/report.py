@@ -3,7 +3,8 @@
 import json
 import os
 import time
-from dataclasses import dataclass, fields, replace
+from dataclasses import astuple, dataclass, replace
+from operator import sub
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,7 @@ class CounterMark:
     profile: dict[str, float]  # stage -> seconds
 
     def since(self, before: "CounterMark") -> "CounterMark":
-        names = [field.name for field in fields(self.cache)]
-        cache = CacheCounters(*(getattr(self.cache, name) - getattr(before.cache, name) for name in names))
+        cache = CacheCounters(*map(sub, astuple(self.cache), astuple(before.cache)))
         profile = {stage: seconds - before.profile[stage] for stage, seconds in self.profile.items()}
         return CounterMark(self.seconds - before.seconds, cache, self.busy_seconds - before.busy_seconds, profile)
 
@@ -43,18 +43,18 @@ class CounterMark:
 class RunReport:
     """Measures one run from the moment the model is loaded: a prefill phase, then a decode phase.
 
-    A mode fills `counters` and `num_prompt_ids`, calls `on_token` for each token of its answer or `prefill_done`, and
-    ends with `finish`. Before it prints numbers of its own it calls `end`.
+    A mode fills `counters`, calls `on_token` for each token of its answer or `prefill_done`, and ends with `finish`.
+    Before it prints numbers of its own it calls `end`.
     """
 
-    def __init__(self, mode: str, loaded: LoadedModel) -> None:
+    def __init__(self, mode: str, loaded: LoadedModel, num_prompt_ids: int = 0) -> None:
         self.mode = mode
         self.loaded = loaded
         self.model = loaded.model
         say_loaded(loaded)
         self.counters = DecodeCounters()
         self.draft_length = DraftLength(loaded.draft)
-        self.num_prompt_ids = 0
+        self.num_prompt_ids = num_prompt_ids
         self.started = self.mark()
         self.prefilled: CounterMark | None = None  # when decoding began
         self.ended: CounterMark | None = None
@@ -81,40 +81,35 @@ class RunReport:
         """
         now = time.perf_counter()
         if self.prefilled is None:
-            self.prefill_done()
+            self.prefilled = self.mark()
             self.heartbeat_at = now
         num_tokens = self.counters.tokens
         if max_tokens and Terminal.has_bar and not Terminal.is_shared:
-            seconds = now - self.prefilled.seconds if self.prefilled else 0.0
-            show_bar("decode", num_tokens / max_tokens, seconds, f"{num_tokens} tokens")
+            show_bar("decode", num_tokens / max_tokens, now - self.prefilled.seconds, f"{num_tokens} tokens")
         if num_tokens % HEARTBEAT_EVERY or (Terminal.is_shared and now - self.heartbeat_at < QUIET_SECONDS):
             return
         self.heartbeat_at = now
-        # The prefill paid for the first token.
-        line = f"[t={num_tokens}  {self.heartbeat(num_tokens - 1)}]"
-        say(f"\n{line}" if Terminal.is_shared else line)
-
-    def heartbeat(self, num_decoded: int) -> str:
-        """RSS, hit rate, speed and tokens per forward in one line."""
         decode = self.phases()[1]
-        speed = f"{num_decoded / decode.seconds:.1f}" if num_decoded > 0 and decode.seconds > 0 else "-"
-        return (
-            f"RSS {rss_bytes() / 1e9:.2f} GB  hit {decode.cache.hit_rate:.1%}  {speed} tok/s  "
-            f"{self.counters.tokens_per_forward:.2f} tok/fw"
+        speed = divide(num_tokens - 1, decode.seconds)  # the prefill paid for the first token
+        say(
+            ("\n" if Terminal.is_shared else "")
+            + f"[t={num_tokens}  RSS {rss_bytes() / 1e9:.2f} GB  hit {decode.cache.hit_rate:.1%}  {speed:.1f} tok/s  "
+            f"{self.counters.tokens_per_forward:.2f} tok/fw]"
         )
 
-    def phases(self) -> tuple[CounterMark, CounterMark]:
-        """-> (prefill, decode) up to the end, or up to now."""
+    def phases(self) -> tuple[CounterMark, CounterMark, CounterMark]:
+        """-> (prefill, decode, both) up to the end, or up to now."""
         now = self.ended or self.mark()
         prefilled = self.prefilled or now
-        return prefilled.since(self.started), now.since(prefilled)
+        return prefilled.since(self.started), now.since(prefilled), now.since(self.started)
 
     @property
     def drive_speed(self) -> float | None:
         """Bytes a second of plain reads from all drives, as measured at their first use; None: not measured."""
         drives = self.loaded.disk.drives.all
-        known = all(drive.speed.rates for drive in drives)
-        return sum(drive.speed.gigabytes_per_second for drive in drives) * 1e9 if known else None
+        if not all(drive.speed.rates for drive in drives):
+            return None
+        return sum(drive.speed.gigabytes_per_second for drive in drives) * 1e9
 
     def finish(self, settings: Settings, num_decoded: int = 0, usage_tokens: int | None = None, **more: object) -> None:
         """End the run: print statistics and profile, add to the usage history, write REPORT.
@@ -125,17 +120,18 @@ class RunReport:
         self.end()
         numbers = self.numbers(num_decoded, **more)
         self.say_statistics(num_decoded)
-        say(profile_line(numbers["profile"]))
+        say("PROFILE: " + " | ".join(f"{stage} {seconds:.2f}" for stage, seconds in numbers["profile"].items()) + " s")
         if usage_tokens is not None:
             save_usage(self.loaded, usage_tokens)
         write_report(settings, numbers)
 
     def numbers(self, num_decoded: int, **more: object) -> dict[str, Any]:
         """Every number of the run under the keys of REPORT (docs/report.md)."""
-        prefill, decode = self.phases()
+        prefill, decode, whole = self.phases()
         counters, experts, plan = self.counters, self.model.experts, self.loaded.plan
-        is_replay = self.mode == "replay"  # which measures the decode phase alone
-        whole = decode if is_replay else (self.ended or self.mark()).since(self.started)
+        is_replay = self.mode == "replay"
+        if is_replay:  # it measures the decode phase alone
+            whole = decode
         cache = whole.cache
         tokens = num_decoded if is_replay else num_decoded + self.num_prompt_ids
         profile = {"expert-disk": cache.wait_seconds, **whole.profile}
@@ -182,17 +178,16 @@ class RunReport:
 
     def say_statistics(self, num_decoded: int) -> None:
         """Print a table of both phases, then what the prefetch, the cache, memory and draft tokens did."""
-        prefill, decode = self.phases()
+        prefill, decode, whole = self.phases()
         rows = [HEAD, self.table_row("prefill", prefill, self.num_prompt_ids)]
         if num_decoded > 0:
             rows.append(self.table_row("decode", decode, num_decoded))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         for row in rows:
             say("[run] " + "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
-        cache = (self.ended or self.mark()).since(self.started).cache
         say(
-            f"[run] expert prefetch: {cache.useful_prefetch_bytes / 1e9:.3f} GB used, "
-            f"{cache.wasted_prefetch_bytes / 1e9:.3f} GB wasted | "
+            f"[run] expert prefetch: {whole.cache.useful_prefetch_bytes / 1e9:.3f} GB used, "
+            f"{whole.cache.wasted_prefetch_bytes / 1e9:.3f} GB wasted | "
             f"expert cache {self.model.experts.num_bytes / 1e9:.2f} GB | "
             f"peak RSS {peak_rss_bytes() / 1e9:.2f} of {self.loaded.plan.budget_bytes / 1e9:.2f} GB | "
             f"{self.counters.tokens_per_forward:.2f} tokens a forward"
@@ -234,11 +229,6 @@ def divide(a: float, b: float) -> float:
     return a / b if b else 0.0
 
 
-def profile_line(profile: dict[str, float]) -> str:
-    """PROFILE: expert-disk a | expert-matmul b | attention c | lm_head d | ... | rest z s"""
-    return "PROFILE: " + " | ".join(f"{stage} {seconds:.2f}" for stage, seconds in profile.items()) + " s"
-
-
 def check_report(settings: Settings) -> None:
     """Refuse a REPORT that cannot be written before the run instead of after it."""
     if not settings.report:
@@ -256,12 +246,10 @@ def write_report(settings: Settings, numbers: dict[str, Any]) -> None:
     """Write REPORT, complete or not at all. A pipe or device is written to instead of being replaced."""
     if not settings.report:
         return
-    path, text = Path(settings.report).resolve(), json.dumps(numbers, indent=1) + "\n"
+    path, data = Path(settings.report).resolve(), json.dumps(numbers, indent=1).encode() + b"\n"
+    is_special = path.exists() and not path.is_file()
     try:
-        if path.exists() and not path.is_file():
-            path.write_text(text, encoding="utf-8")
-            return
-        with atomic_write(path, keep_partial=True) as file:
-            file.write(text.encode())
+        with path.open("wb") if is_special else atomic_write(path, keep_partial=True) as file:
+            file.write(data)
     except OSError as error:
         raise Refused(f"REPORT={settings.report}: cannot be written ({error.strerror})") from None

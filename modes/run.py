@@ -11,20 +11,17 @@ from modes.report import check_report
 from settings import Settings
 
 Mode = Callable[[Settings, OpenedSnapshot], int]
+Opener = Callable[[Settings], OpenedSnapshot]
 MODE_SETTINGS = ("prompt", "score", "serve", "ref", "replay", "tf", "report")
 
 
-def run_mode(
-    program: str,
-    settings: Settings,
-    mode: Mode,
-    open_for: Callable[[Settings], OpenedSnapshot] = open_snapshot,
-) -> int:
+def run_mode(program: str, settings: Settings, mode: Mode, open_for: Opener = open_snapshot) -> int:
     """-> the exit code of `mode`, which loads the weights once its own input is checked; 1 for a NaN or infinity.
 
     program: the name that begins the line of that error. open_for: opens the snapshot, planned for this mode.
     """
-    set_up_terminal(settings)
+    Terminal.has_bar = sys.stderr.isatty() and not settings.dumb
+    Terminal.is_shared = sys.stderr.isatty() and sys.stdout.isatty()
     for notice in settings.notices:
         say(notice)
     check_report(settings)
@@ -52,14 +49,9 @@ def announce(opened: OpenedSnapshot) -> None:
         say(line)
 
 
-def set_up_terminal(settings: Settings) -> None:
-    Terminal.has_bar = sys.stderr.isatty() and not settings.dumb
-    Terminal.is_shared = sys.stderr.isatty() and sys.stdout.isatty()
-
-
 def without_mode(settings: Settings, program: str) -> Settings:
     """The settings of a program that has one mode: those that choose another are unset, and a notice names each."""
     ignored = [name for name in MODE_SETTINGS if getattr(settings, name) not in (None, False)]
     notices = tuple(f"[env] {name.upper()} has no effect on {program}: ignored" for name in ignored)
-    plain = replace(settings, prompt=None, score=None, serve=None, ref=None, replay=False, tf=False, report=None)
-    return replace(plain, notices=settings.notices + notices)
+    settings = replace(settings, notices=settings.notices + notices)
+    return replace(settings, prompt=None, score=None, serve=None, ref=None, replay=False, tf=False, report=None)

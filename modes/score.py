@@ -11,10 +11,10 @@ errors that name the line.
 import json
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 from errors import Refused
-from forward.model import Model
 from generate.score import Score, ScoreCounters, ScoreRequest, score_requests
 from load.model import OpenedSnapshot, load_model
 from machine.console import say
@@ -51,7 +51,12 @@ def run_score(settings: Settings, opened: OpenedSnapshot) -> int:
         sys.stdout.flush()
         if (now := time.perf_counter()) - said_at > PROGRESS_SECONDS or len(results) == len(requests):
             said_at = now
-            say(progress_line(len(results), len(requests), now - run.started.seconds, loaded.model))
+            seconds = now - run.started.seconds
+            left = seconds / len(results) * (len(requests) - len(results))
+            say(
+                f"[score {len(results)}/{len(requests)} req | {seconds:.0f} s | {left:.0f} s left | "
+                f"RSS {rss_bytes() / 1e9:.2f} GB | hit {loaded.model.experts.counters.hit_rate:.1%}]"
+            )
     run.end()
     run.num_prompt_ids = counters.context_rows
     whole = run.phases()[0]
@@ -59,19 +64,8 @@ def run_score(settings: Settings, opened: OpenedSnapshot) -> int:
         f"[done] {len(requests)} requests in {whole.seconds:.2f} s | rows: {counters.context_rows} of contexts, "
         f"{counters.continuation_rows} of continuations | read {whole.cache.bytes_read / 1e9:.3f} GB"
     )
-    run.finish(
-        settings,
-        requests=len(requests),
-        context_rows=counters.context_rows,
-        continuation_rows=counters.continuation_rows,
-    )
+    run.finish(settings, requests=len(requests), **asdict(counters))
     return 0
-
-
-def progress_line(done: int, total: int, seconds: float, model: Model) -> str:
-    left, rss = seconds / done * (total - done), rss_bytes() / 1e9
-    hit = model.experts.counters.hit_rate
-    return f"[score {done}/{total} req | {seconds:.0f} s | {left:.0f} s left | RSS {rss:.2f} GB | hit {hit:.1%}]"
 
 
 def read_requests(settings: Settings, opened: OpenedSnapshot) -> list[ScoreRequest]:
@@ -131,7 +125,7 @@ class ScoreFileReader:
         if len(words) < 2 or not all(w.isascii() and w.removeprefix("-").isdigit() and len(w) < 20 for w in words):
             raise ValueError("expected whole numbers: ctxlen contlen id id ...")
         num_context, num_continuation, *ids = map(int, words)
-        if num_context < 0 or num_continuation < 0:
+        if min(num_context, num_continuation) < 0:
             raise ValueError("ctxlen and contlen cannot be negative")
         if len(ids) != num_context + num_continuation:
             raise ValueError(f"has {len(ids)} ids, ctxlen + contlen is {num_context + num_continuation}")

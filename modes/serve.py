@@ -1,7 +1,8 @@
 """SERVE: answer requests over HTTP, or over stdin and stdout, until the server is told to end."""
 
 import sys
-from socket import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 from errors import Refused
 from generate.kv_file import KvFileStore
@@ -37,77 +38,57 @@ def open_server(settings: Settings) -> OpenedSnapshot:
 def run_serve(settings: Settings, opened: OpenedSnapshot) -> int:
     """Load, listen and answer -> 0: a server ends by being told to."""
     if settings.serve == "stdio":
-        return run_stdio(settings, opened)
-    from server.transport.http_server import open_socket
+        from server.stdio.pipe_server import run_pipe_server
 
-    tokenizer = TextTokenizer(opened.folder, opened.config)
-    # Before the weights are read, which may take minutes: an address in use is refused at once.
-    sock, url = open_socket(settings.host, settings.port, settings.api_key is not None)
-    with sock:
-        loaded, scheduler = start_scheduler(settings, opened)
-        try:
-            run_http(settings, loaded, scheduler, tokenizer, sock, url)
-        except KeyboardInterrupt:
-            pass  # uvicorn raises the signal that ended it once more
-        finally:
-            end_scheduler(loaded, scheduler)
+        with running_scheduler(settings, opened) as (loaded, scheduler):
+            return run_pipe_server(loaded, scheduler, sys.stdin.buffer, sys.stdout.buffer, settings)
+        return 0
+    run_http(settings, opened)
     say("[serve] ended")
     return 0
 
 
-def run_http(
-    settings: Settings,
-    loaded: LoadedModel,
-    scheduler: Scheduler,
-    tokenizer: TextTokenizer,
-    sock: socket,
-    url: str,
-) -> None:
+def run_http(settings: Settings, opened: OpenedSnapshot) -> None:
     from server.app import make_app
     from server.http_service import HttpService
     from server.transport.access_control import AccessControl
-    from server.transport.http_server import HttpServer
+    from server.transport.http_server import HttpServer, open_socket
 
-    try:
-        tokenizer.template  # noqa: B018 - compiled here, so that a broken one is known before a request
-    except Refused as error:
-        say(f"[serve] chats are refused: {error}")
-    service = HttpService(settings, loaded, scheduler, tokenizer, say)
-    app = make_app(service, AccessControl(settings.api_key, settings.allowed_hosts))
+    tokenizer = TextTokenizer(opened.folder, opened.config)
+    # Before the weights are read, which may take minutes: an address in use is refused at once.
+    sock, url = open_socket(settings.host, settings.port, settings.api_key is not None)
+    with sock, running_scheduler(settings, opened) as (loaded, scheduler):
+        try:
+            tokenizer.template  # noqa: B018 - compiled here, so that a broken one is known before a request
+        except Refused as error:
+            say(f"[serve] chats are refused: {error}")
+        service = HttpService(settings, loaded, scheduler, tokenizer, say)
+        app = make_app(service, AccessControl(settings.api_key, settings.allowed_hosts))
+        num_slots, queue = service.num_slots, settings.queue
 
-    def announce() -> None:
-        say(
-            f"[serve] {service.model_id} on {url}/v1 | {service.num_slots} conversations at once, {settings.queue} wait"
-        )
+        def announce() -> None:
+            say(f"[serve] {service.model_id} on {url}/v1 | {num_slots} conversations at once, {queue} wait")
 
-    def close() -> None:
-        service.is_closing = True
-        scheduler.close()
+        def close() -> None:
+            service.is_closing = True
+            scheduler.close()
 
-    with service:
-        HttpServer(app, close, announce).run(sockets=[sock])
-
-
-def run_stdio(settings: Settings, opened: OpenedSnapshot) -> int:
-    from server.stdio.pipe_server import run_pipe_server
-
-    loaded, scheduler = start_scheduler(settings, opened)
-    try:
-        return run_pipe_server(loaded, scheduler, sys.stdin.buffer, sys.stdout.buffer, settings)
-    except KeyboardInterrupt:
-        return 0
-    finally:
-        end_scheduler(loaded, scheduler)
+        with service:
+            HttpServer(app, close, announce).run(sockets=[sock])
 
 
-def start_scheduler(settings: Settings, opened: OpenedSnapshot) -> tuple[LoadedModel, Scheduler]:
+@contextmanager
+def running_scheduler(settings: Settings, opened: OpenedSnapshot) -> Iterator[tuple[LoadedModel, Scheduler]]:
+    """Load the model and start its scheduler, which ends with the block. An interrupt of the block is no error: uvicorn
+    raises the signal that ended it once more."""
     loaded = load_model(settings, opened)
     say_loaded(loaded)
     saved = KvFileStore(loaded, settings.cache, say) if settings.kvsave else None
-    return loaded, Scheduler(loaded, opened.plan.kv_slots, settings.queue, saved)
-
-
-def end_scheduler(loaded: LoadedModel, scheduler: Scheduler) -> None:
-    scheduler.close()
-    numbers = scheduler.statistics()
-    save_usage(loaded, numbers["prompt_rows"] + numbers["tokens"])
+    scheduler = Scheduler(loaded, opened.plan.kv_slots, settings.queue, saved)
+    try:
+        with suppress(KeyboardInterrupt):
+            yield loaded, scheduler
+    finally:
+        scheduler.close()
+        numbers = scheduler.statistics()
+        save_usage(loaded, numbers["prompt_rows"] + numbers["tokens"])

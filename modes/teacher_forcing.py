@@ -19,11 +19,9 @@ def run_teacher_forcing(settings: Settings, opened: OpenedSnapshot) -> int:
     if len(ids) != len(expected):
         raise Refused(f"{reference_path(settings)}: tf_pred has {len(expected)} entries for {len(ids)} of full_ids")
     loaded = load_model(settings, opened)
-    model = loaded.model
-    run = RunReport("tf", loaded)
-    run.num_prompt_ids = len(ids)
-    kv = make_kv_cache(model.config, len(ids))
-    predicted = step_logprobs(model, [(ids, kv)], expected, PrefillProgress(len(ids)))[1].tolist()
+    run = RunReport("tf", loaded, len(ids))
+    kv = make_kv_cache(loaded.config, len(ids))
+    predicted = step_logprobs(loaded.model, [(ids, kv)], expected, PrefillProgress(len(ids)))[1].tolist()
     run.end()
     differs = [i for i, (a, b) in enumerate(zip(predicted, expected, strict=True)) if a != b]
     for i in differs[:MAX_LISTED]:

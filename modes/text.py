@@ -3,7 +3,6 @@
 import sys
 
 from errors import Refused
-from forward.finite import NonFinite
 from forward.kv_cache import make_kv_cache
 from generate.decode import DecodeCounters, spec_decode
 from generate.draft import Drafter
@@ -32,24 +31,20 @@ def run_text(settings: Settings, opened: OpenedSnapshot) -> int:
 
     loaded = load_model(settings, opened)
     model = loaded.model
-    run = RunReport("prompt", loaded)
-    run.num_prompt_ids = len(prompt_ids)
+    run = RunReport("prompt", loaded, len(prompt_ids))
     kv, stream = make_kv_cache(config, context), Detokenizer(tokenizer)
     drafter, progress = Drafter(model, run.draft_length), PrefillProgress(len(prompt_ids))
+    tokens = spec_decode(model, kv, prompt_ids, sampler, max_tokens, stop_ids, drafter, progress, run.counters)
     interrupt = None
     try:
-        for token in spec_decode(
-            model, kv, prompt_ids, sampler, max_tokens, stop_ids, drafter, progress, counters=run.counters
-        ):
+        for token in tokens:
             with model.profile.measure("text"):
                 write(stream.add_token(token))
                 run.on_token(max_tokens)
     except KeyboardInterrupt as error:
         interrupt = error
-    except NonFinite:
-        write(stream.flush() + "\n")  # the text so far is whole, and the error gets a line of its own
-        raise
-    write(stream.flush() + "\n")
+    finally:
+        write(stream.flush() + "\n")  # an error gets a line of its own
     run.end()
     why = "interrupted" if interrupt else stop_reason(run.counters, tokenizer, max_tokens, settings.ngen)
     say(f"[stop] {why}")
