@@ -6,8 +6,8 @@
 
 import re
 
-from text.stop_strings import partial_match_length
-from text.stream_parser import Segment, StreamParser
+from text.stop_strings import split_partial_match
+from text.stream_parser import StreamParser, TextSegment
 from text.tool_calls import ToolSchemas
 
 CHANNEL, MESSAGE = "<|channel|>", "<|message|>"
@@ -20,17 +20,13 @@ class HarmonyParser(StreamParser):
 
     def __init__(self, tools: ToolSchemas | None = None, one_call: bool = False, answer_prefix: str = ""):
         super().__init__(self.parse_header, answer_prefix)
-        self.tools = tools
+        self.tools = tools or {}
         self.one_call = one_call
         self.num_calls = 0
         self.kind: str | None = None  # of the message that is parsed
         self.is_first = True
 
-    @property
-    def is_reasoning(self) -> bool:
-        return self.kind == "reasoning"
-
-    def parse_header(self, segments: list[Segment]) -> bool:
+    def parse_header(self) -> bool:
         header, tag, rest = self.buffer.partition(MESSAGE)
         text = self.buffer.lstrip()
         if self.is_first and not any(start.startswith(text) or text.startswith(start) for start in HEADER_STARTS):
@@ -40,21 +36,20 @@ class HarmonyParser(StreamParser):
         else:
             self.buffer = rest
             name = re.search(r"to=functions\.([^\s<]+)", header)
-            if name and self.tools and name[1] in self.tools.schemas:
+            if name and name[1] in self.tools:
                 self.kind = "arguments"
-                segments.append(("call", name[1]))
+                self.append_segment("call", name[1])
             else:
                 self.kind = "reasoning" if f"{CHANNEL}analysis" in header else "content"
         self.state = self.parse_message
         self.is_first = False
         return True
 
-    def parse_message(self, segments: list[Segment]) -> bool:
+    def parse_message(self) -> bool:
         assert self.kind
         found = [(at, end) for end in ENDS if (at := self.buffer.find(end)) >= 0]
-        length, end = min(found, default=(len(self.buffer) - partial_match_length(self.buffer, ENDS), ""))
-        if length:
-            segments.append((self.kind, self.buffer[:length]))
+        length, end = min(found, default=(len(split_partial_match(self.buffer, ENDS)[0]), ""))
+        self.append_segment(self.kind, self.buffer[:length])
         self.buffer = self.buffer[length + len(end) :]
         if end:
             self.end_message()
@@ -67,10 +62,10 @@ class HarmonyParser(StreamParser):
         self.kind = None
         self.state = self.parse_header
 
-    def flush(self, is_truncated: bool = False) -> list[Segment]:
+    def flush(self, is_truncated: bool = False) -> list[TextSegment]:
         """Return the last segment; a header without its message gives none."""
-        segments = [(self.kind, self.buffer)] if self.kind and self.buffer else []
         if self.kind:
+            self.append_segment(self.kind, self.buffer)
             self.end_message()
         self.buffer = ""
-        return segments
+        return self.take_segments()

@@ -17,17 +17,16 @@ class StopStrings:
         if found:
             self.held = ""
             return text[: min(found)], True
-        num_certain = len(text) - partial_match_length(text, self.stop_strings)
-        self.held = text[num_certain:]
-        return text[:num_certain], False
+        text, self.held = split_partial_match(text, self.stop_strings)
+        return text, False
 
     def flush(self) -> str:
         """Return the text that was held back, at the end of the text."""
-        held = self.held
-        self.held = ""
+        held, self.held = self.held, ""
         return held
 
 
-def partial_match_length(text: str, words: Iterable[str]) -> int:
-    """Return the length of the longest end of the text that is the start of a word, but not all of it."""
-    return max((n for word in words for n in range(1, len(word)) if text.endswith(word[:n])), default=0)
+def split_partial_match(text: str, words: Iterable[str]) -> tuple[str, str]:
+    """Split off the longest end of the text that is the start of a word, but not all of it."""
+    length = max((n for word in words for n in range(1, len(word)) if text.endswith(word[:n])), default=0)
+    return text[: len(text) - length], text[len(text) - length :]

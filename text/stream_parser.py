@@ -6,8 +6,8 @@ segments of a text do not depend on the increments in which it arrives.
 
 from collections.abc import Callable
 
-Segment = tuple[str, str]
-State = Callable[[list[Segment]], bool]
+TextSegment = tuple[str, str]
+State = Callable[[], bool]
 
 
 class StreamParser:
@@ -17,29 +17,29 @@ class StreamParser:
     def __init__(self, state: State, buffer: str = ""):
         self.state = state
         self.buffer = buffer
+        self.segments: list[TextSegment] = []  # that are not returned yet
         self.is_finished = False  # nothing counts any more; the rest of the text stays in the buffer
 
-    def parse_increment(self, text: str) -> list[Segment]:
+    def parse_increment(self, text: str) -> list[TextSegment]:
         """Return the segments that an increment of text completes."""
         self.buffer += text
-        segments: list[Segment] = []
-        while not self.is_finished and self.state(segments):
+        while not self.is_finished and self.state():
             pass
-        return join_segments(segments)
+        return self.take_segments()
+
+    def take_segments(self) -> list[TextSegment]:
+        segments, self.segments = self.segments, []
+        return segments
+
+    def append_segment(self, kind: str, text: str) -> None:
+        """Append a segment, joined to the one before if that has the same kind; calls are never joined."""
+        if self.segments and self.segments[-1][0] == kind != "call":
+            text = self.segments.pop()[1] + text
+        if text:
+            self.segments.append((kind, text))
 
     def enter(self, state: State, buffer: str) -> bool:
         """Parse the buffer with another state."""
         self.state = state
         self.buffer = buffer
         return True
-
-
-def join_segments(segments: list[Segment]) -> list[Segment]:
-    """Join neighbors of one kind, except calls."""
-    joined: list[Segment] = []
-    for kind, text in segments:
-        if joined and joined[-1][0] == kind != "call":
-            joined[-1] = (kind, joined[-1][1] + text)
-        else:
-            joined.append((kind, text))
-    return joined

@@ -9,45 +9,42 @@ the call; `is_rejected`: the text is no call (only before the first segment).
 
 import json
 import re
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
-from text.stop_strings import partial_match_length
-from text.stream_parser import Segment, StreamParser
+from text.stop_strings import split_partial_match
+from text.stream_parser import StreamParser, TextSegment
 
 CALL_START, CALL_END = "<tool_call>", "</tool_call>"
 KEY, KEY_END, VALUE, VALUE_END = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
 # Hermes, up to the arguments.
 HEADER = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*')
+NEXT_TAG = re.compile(f"{KEY}|{CALL_END}")  # GLM: another argument, or the end of the call
 DECODER = json.JSONDecoder()
+dump_json = partial(json.dumps, ensure_ascii=False)
+JsonSchema = dict[str, Any]
+ToolSchemas = dict[str, JsonSchema]  # of the parameters of each function that may be called
 
 
-class ToolSchemas:
-    """The functions that a request offers: name -> JSON schema of its parameters."""
+def argument_types(schema: JsonSchema, key: str) -> set[str]:
+    """Return the JSON types that an argument may have; none where the schema of the parameters does not say."""
+    argument = (schema.get("properties") or {}).get(key)
+    if not isinstance(argument, dict):
+        return set()
+    types = argument.get("type")
+    if types is None and argument.get("enum"):
+        return {"string"} if all(isinstance(value, str) for value in argument["enum"]) else set()
+    return {types} if isinstance(types, str) else {t for t in types or () if isinstance(t, str)}
 
-    def __init__(self, schemas: dict[str, dict[str, Any]]):
-        self.schemas = schemas
 
-    def argument_types(self, name: str, key: str) -> set[str]:
-        """Return the JSON types that an argument may have; none where the schema does not say."""
-        schema = (self.schemas[name].get("properties") or {}).get(key)
-        if not isinstance(schema, dict):
-            return set()
-        types = schema.get("type")
-        if types is None and schema.get("enum"):
-            return {"string"} if all(isinstance(value, str) for value in schema["enum"]) else set()
-        return {types} if isinstance(types, str) else {t for t in types or () if isinstance(t, str)}
-
-    def argument_json(self, name: str, key: str, text: str) -> str:
-        """Return the JSON of an argument in GLM's format, which writes strings plainly and everything else as JSON."""
-        types = self.argument_types(name, key)
-        if types != {"string"}:
-            try:
-                value = json.loads(text.strip())
-                if not (types and types <= {"string", "null"}) or value is None:
-                    return dump_json(value)
-            except ValueError:
-                pass
-        return dump_json(text)
+def argument_json(types: set[str], text: str) -> str:
+    """Return the JSON of an argument in GLM's format, which writes strings plainly and everything else as JSON."""
+    with suppress(ValueError):
+        value = json.loads(text.strip())
+        if value is None or not types or not types <= {"string", "null"}:
+            return dump_json(value)
+    return dump_json(text)
 
 
 class GlmToolParser(StreamParser):
@@ -58,54 +55,47 @@ class GlmToolParser(StreamParser):
         self.tools = tools
         self.name = ""
         self.key = ""
+        self.types: set[str] = set()  # of the argument
         self.num_arguments = 0
         self.is_rejected = False
         self.is_in_string = False
 
-    def parse_name(self, segments: list[Segment]) -> bool:
-        at = self.find_tag()
-        if at is None:
-            name = self.buffer[: len(self.buffer) - partial_match_length(self.buffer, (KEY, CALL_END))].strip()
-            is_known = any(known.startswith(name) for known in self.tools.schemas)
+    def parse_name(self) -> bool:
+        tag = NEXT_TAG.search(self.buffer)
+        if tag:
+            name = self.buffer[: tag.start()].strip()
+            is_known = name in self.tools
         else:
-            name = self.buffer[:at].strip()
-            is_known = name in self.tools.schemas
+            name = split_partial_match(self.buffer, (KEY, CALL_END))[0].strip()
+            is_known = any(known.startswith(name) for known in self.tools)
         self.is_finished = self.is_rejected = not is_known
-        if at is None or not is_known:
+        if not tag or not is_known:
             return False
         self.name = name
-        segments.append(("call", name))
-        return self.enter(self.parse_next, self.buffer[at:])
+        self.append_segment("call", name)
+        return self.enter(self.parse_next, self.buffer[tag.start() :])
 
-    def find_tag(self) -> int | None:
-        """Return where the next argument or the end of the call begins."""
-        return min((at for tag in (KEY, CALL_END) if (at := self.buffer.find(tag)) >= 0), default=None)
-
-    def parse_next(self, segments: list[Segment]) -> bool:
+    def parse_next(self) -> bool:
         """Parse the tag of another argument, or the end of the call. Other text here has no meaning."""
-        at = self.find_tag()
-        if at is None:
-            self.buffer = self.buffer[len(self.buffer) - partial_match_length(self.buffer, (KEY, CALL_END)) :]
+        tag = NEXT_TAG.search(self.buffer)
+        if not tag:
+            _, self.buffer = split_partial_match(self.buffer, (KEY, CALL_END))
             return False
-        if self.buffer.startswith(CALL_END, at):
-            self.buffer = self.buffer[at + len(CALL_END) :]
+        if tag[0] == CALL_END:
             self.is_finished = True
-            segments.append(("arguments", self.closing_bracket()))
-            return False
-        return self.enter(self.parse_key, self.buffer[at + len(KEY) :])
+            self.append_segment("arguments", self.closing_bracket())
+        return self.enter(self.parse_key, self.buffer[tag.end() :])
 
-    def parse_key(self, segments: list[Segment]) -> bool:
-        key, tag, rest = self.buffer.partition(KEY_END)
-        self.key = key.strip()
-        return bool(tag) and self.enter(self.parse_value_tag, rest)
-
-    def parse_value_tag(self, segments: list[Segment]) -> bool:
-        _, tag, rest = self.buffer.partition(VALUE)
+    def parse_key(self) -> bool:
+        key, _, rest = self.buffer.partition(KEY_END)
+        _, tag, rest = rest.partition(VALUE)
         if not tag:
             return False
-        self.is_in_string = self.tools.argument_types(self.name, self.key) == {"string"}
+        self.key = key.strip()
+        self.types = argument_types(self.tools[self.name], self.key)
+        self.is_in_string = self.types == {"string"}
         if self.is_in_string:
-            segments.append(("arguments", f'{self.key_json()}"'))
+            self.append_segment("arguments", f'{self.key_json()}"')
         return self.enter(self.parse_value, rest)
 
     def key_json(self) -> str:
@@ -116,22 +106,19 @@ class GlmToolParser(StreamParser):
     def closing_bracket(self) -> str:
         return "}" if self.num_arguments else "{}"
 
-    def parse_value(self, segments: list[Segment]) -> bool:
+    def parse_value(self) -> bool:
         value, tag, rest = self.buffer.partition(VALUE_END)
         if self.is_in_string:
-            held = 0 if tag else partial_match_length(value, (VALUE_END,))
-            text = value[: len(value) - held]
-            self.buffer = value[len(text) :]
-            if inner := dump_json(text)[1:-1] + ('"' if tag else ""):
-                segments.append(("arguments", inner))
+            text, self.buffer = (value, "") if tag else split_partial_match(value, (VALUE_END,))
+            self.append_segment("arguments", dump_json(text)[1:-1] + ('"' if tag else ""))
         elif tag:
-            segments.append(("arguments", self.key_json() + self.tools.argument_json(self.name, self.key, value)))
+            self.append_segment("arguments", self.key_json() + argument_json(self.types, value))
         if not tag:
             return False
         self.is_in_string = False
         return self.enter(self.parse_next, rest)
 
-    def flush(self, is_truncated: bool) -> list[Segment]:
+    def flush(self, is_truncated: bool) -> list[TextSegment]:
         """Return the end of a call that was not closed. A truncated string stays open, without the start of a tag
         that may stand behind it."""
         if not self.name or (self.is_in_string and is_truncated):
@@ -151,17 +138,17 @@ class HermesToolParser(StreamParser):
         self.is_quoted = False
         self.is_escaped = False
 
-    def parse_header(self, segments: list[Segment]) -> bool:
+    def parse_header(self) -> bool:
         match = HEADER.match(self.buffer)
         # The first character of the arguments tells whether they are an object or a string.
         if match and self.buffer[match.end() :].startswith("{"):
             name = json.loads(match[1])
-            if name in self.tools.schemas:
+            if name in self.tools:
                 self.name = name
-                segments.append(("call", name))
+                self.append_segment("call", name)
                 return self.enter(self.parse_arguments, self.buffer[match.end() :])
         elif CALL_END in self.buffer:
-            self.parse_complete_call(segments)
+            self.parse_complete_call()
             if self.name:
                 return True
         elif re.match(r'\s*\{\s*("|$)', self.buffer):
@@ -169,7 +156,7 @@ class HermesToolParser(StreamParser):
         self.is_finished = self.is_rejected = True
         return False
 
-    def parse_complete_call(self, segments: list[Segment]) -> None:
+    def parse_complete_call(self) -> None:
         """Parse a call with its fields in another order, or with its arguments as a string."""
         try:
             call, _ = DECODER.raw_decode(self.buffer.lstrip())
@@ -178,12 +165,13 @@ class HermesToolParser(StreamParser):
             arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
         except (ValueError, KeyError):
             return
-        if isinstance(name, str) and name in self.tools.schemas and isinstance(arguments, dict):
+        if isinstance(name, str) and name in self.tools and isinstance(arguments, dict):
             self.name = name
             self.state = self.parse_end
-            segments += [("call", name), ("arguments", dump_json(arguments))]
+            self.append_segment("call", name)
+            self.append_segment("arguments", dump_json(arguments))
 
-    def parse_arguments(self, segments: list[Segment]) -> bool:
+    def parse_arguments(self) -> bool:
         """Pass on the text up to the bracket that closes the first one."""
         for at, c in enumerate(self.buffer):
             if self.is_quoted:
@@ -196,27 +184,21 @@ class HermesToolParser(StreamParser):
             elif c in "}]":
                 self.depth -= 1
                 if self.depth == 0:
-                    segments.append(("arguments", self.buffer[: at + 1]))
+                    self.append_segment("arguments", self.buffer[: at + 1])
                     return self.enter(self.parse_end, self.buffer[at + 1 :])
-        if self.buffer:
-            segments.append(("arguments", self.buffer))
-            self.buffer = ""
+        self.append_segment("arguments", self.buffer)
+        self.buffer = ""
         return False
 
-    def parse_end(self, segments: list[Segment]) -> bool:
+    def parse_end(self) -> bool:
         _, tag, rest = self.buffer.partition(CALL_END)
         if tag:
             self.buffer = rest
             self.is_finished = True
         return False
 
-    def flush(self, is_truncated: bool) -> list[Segment]:
+    def flush(self, is_truncated: bool) -> list[TextSegment]:
         """Return a complete call that was not closed; an incomplete one stays as it was given out."""
-        segments: list[Segment] = []
         if not self.name:
-            self.parse_complete_call(segments)
-        return segments
-
-
-def dump_json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
+            self.parse_complete_call()
+        return self.take_segments()

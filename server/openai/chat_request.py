@@ -26,7 +26,7 @@ class RenderedChat:
 
     ids: list[int]
     reasoning: str  # as of ReplyParser, or harmony
-    tools: ToolSchemas | None
+    tools: ToolSchemas
     one_call: bool
     answer_prefix: str  # the start of the answer, where the prompt holds it: of a tool call that is required
 
@@ -85,7 +85,7 @@ def read_chat_prompt(fields: RequestFields, service: HttpService) -> RenderedCha
     service.check_length(ids)
     reasoning = find_reasoning(text, template, answer_prefix)
     one_call = isinstance(tool_choice, list)
-    return RenderedChat(ids, reasoning, ToolSchemas(schemas) if schemas else None, one_call, answer_prefix)
+    return RenderedChat(ids, reasoning, schemas, one_call, answer_prefix)
 
 
 def read_template_variables(fields: RequestFields, service: HttpService, template: ChatTemplate) -> JsonObject:

@@ -9,7 +9,7 @@ from text.detokenizer import Detokenizer
 from text.harmony import HarmonyParser
 from text.reply import ReplyParser
 from text.stop_strings import StopStrings
-from text.stream_parser import Segment
+from text.stream_parser import TextSegment
 from text.tokenizer import TextTokenizer
 
 Parser = ReplyParser | HarmonyParser
@@ -19,7 +19,7 @@ Parser = ReplyParser | HarmonyParser
 class ChoiceDelta:
     """What a step adds to a choice."""
 
-    segments: list[Segment] = field(default_factory=list)
+    segments: list[TextSegment] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)  # of the tokens that the segments were made of
     finish_reason: str | None = None
 
@@ -53,7 +53,7 @@ class ChoiceStream:
             self.first_token_time = now
         self.last_token_time = now
         self.num_tokens += 1
-        self.num_reasoning_tokens += self.parser.is_reasoning
+        self.num_reasoning_tokens += self.parser.kind == "reasoning"
         if token.logprob is not None:
             offset = len(self.detokenizer.text)
             self.held_logprobs.append(TokenLogprob(token.id, token.logprob, token.top, offset))

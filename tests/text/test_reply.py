@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from text.harmony import HarmonyParser
 from text.reply import ReplyParser
 from text.stop_strings import StopStrings
-from text.tool_calls import ToolSchemas
 
 SCHEMAS = {
     "weather": {
@@ -18,7 +17,6 @@ SCHEMAS = {
     },
     "now": {"type": "object", "properties": {}},
 }
-TOOLS = ToolSchemas(SCHEMAS)
 GLM = (
     '<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Tromsø "n" <b></arg_value>\n<arg_key>days</arg_key>'
     "<arg_value>3</arg_value>\n</tool_call>"
@@ -121,28 +119,28 @@ def test_without_reasoning_and_tools_everything_is_content():
 
 
 def test_a_tool_call_in_the_format_of_glm():
-    parsed = parse_every_split(f"Let me see.\n{GLM}\n", tools=TOOLS)
+    parsed = parse_every_split(f"Let me see.\n{GLM}\n", tools=SCHEMAS)
     [[name, arguments]] = parsed["calls"]
     assert (parsed["content"], name) == ("Let me see.", "weather")
     assert json.loads(arguments) == {"city": 'Tromsø "n" <b>', "days": 3}
 
 
 def test_a_tool_call_in_the_format_of_hermes():
-    parsed = parse_every_split(f"Let me see. {HERMES}", tools=TOOLS)
+    parsed = parse_every_split(f"Let me see. {HERMES}", tools=SCHEMAS)
     [[name, arguments]] = parsed["calls"]
     assert (parsed["content"], name) == ("Let me see.", "weather")
     assert json.loads(arguments) == {"city": 'Tromsø "n" }', "days": 3}
 
 
 def test_several_tool_calls_after_reasoning():
-    parsed = parse_every_split(f"hm</think>{HERMES}\n{GLM}<tool_call>now</tool_call>", reasoning="open", tools=TOOLS)
+    parsed = parse_every_split(f"hm</think>{HERMES}\n{GLM}<tool_call>now</tool_call>", reasoning="open", tools=SCHEMAS)
     assert parsed["reasoning"] == "hm" and parsed["content"] == ""
     assert [name for name, _ in parsed["calls"]] == ["weather", "weather", "now"]
     assert [set(json.loads(arguments)) for _, arguments in parsed["calls"]] == [{"city", "days"}] * 2 + [set()]
 
 
 def test_one_call_ends_the_answer():
-    parser = ReplyParser(tools=TOOLS, one_call=True)
+    parser = ReplyParser(tools=SCHEMAS, one_call=True)
     parser.parse_increment(GLM + HERMES)
     assert parser.is_finished and parser.num_calls == 1
 
@@ -150,7 +148,7 @@ def test_one_call_ends_the_answer():
 def test_arguments_are_streamed():
     """A long string must not wait for its end."""
     for text in (GLM, HERMES):
-        parser, seen = ReplyParser(tools=TOOLS), []
+        parser, seen = ReplyParser(tools=SCHEMAS), []
         for c in text[: text.index("ø") + 1]:
             seen += parser.parse_increment(c)
         assert "".join(text for kind, text in seen if kind == "arguments").endswith("Tromsø")
@@ -162,19 +160,19 @@ def test_arguments_are_streamed():
 )
 def test_the_schema_gives_the_types_of_arguments(value, key, expected):
     text = f"<tool_call>weather<arg_key>{key}</arg_key><arg_value>{value}</arg_value></tool_call>"
-    assert json.loads(parse_every_split(text, tools=TOOLS)["calls"][0][1]) == {key: expected}
+    assert json.loads(parse_every_split(text, tools=SCHEMAS)["calls"][0][1]) == {key: expected}
 
 
 def test_a_tool_call_without_its_end_is_recovered():
     """Field case: a complete argument, and no closing tag."""
     for text in (GLM.removesuffix("</tool_call>"), HERMES.removesuffix("\n</tool_call>"), HERMES[:-14]):
-        [[name, arguments]] = parse_every_split(text, tools=TOOLS)["calls"]
+        [[name, arguments]] = parse_every_split(text, tools=SCHEMAS)["calls"]
         assert name == "weather" and json.loads(arguments)["days"] == 3, text
 
 
 def test_a_tool_call_with_its_fields_in_another_order():
     text = '<tool_call>{"arguments": "{\\"days\\": 2}", "name": "weather"}</tool_call>'
-    assert parse_every_split(text, tools=TOOLS)["calls"] == [["weather", '{"days": 2}']]
+    assert parse_every_split(text, tools=SCHEMAS)["calls"] == [["weather", '{"days": 2}']]
 
 
 @pytest.mark.parametrize(
@@ -191,26 +189,26 @@ def test_a_tool_call_with_its_fields_in_another_order():
     ],
 )
 def test_text_about_tool_calls_is_content(text):
-    parsed = parse_every_split(text, tools=TOOLS)
+    parsed = parse_every_split(text, tools=SCHEMAS)
     assert parsed["calls"] == [] and parsed["content"] == text
 
 
 def test_a_tool_call_that_the_prompt_begins():
     prefix = "<tool_call>weather<arg_key>"
     parsed = parse(
-        ["city</arg_key><arg_value>x</arg_value></tool_call>"], tools=TOOLS, one_call=True, answer_prefix=prefix
+        ["city</arg_key><arg_value>x</arg_value></tool_call>"], tools=SCHEMAS, one_call=True, answer_prefix=prefix
     )
     assert parsed["calls"] == [["weather", '{"city": "x"}']]
     parsed = parse(
-        ["nonsense"], tools=TOOLS, one_call=True, answer_prefix='<tool_call>\n{"name": "weather", "arguments": {'
+        ["nonsense"], tools=SCHEMAS, one_call=True, answer_prefix='<tool_call>\n{"name": "weather", "arguments": {'
     )
     assert parsed["calls"] == [["weather", "{nonsense"]]
 
 
 def test_a_truncated_tool_call_stays_open():
     text = "<tool_call>weather<arg_key>city</arg_key><arg_value>Trom"
-    assert parse([text], is_truncated=True, tools=TOOLS)["calls"] == [["weather", '{"city": "Trom']]
-    assert parse([text], tools=TOOLS)["calls"] == [["weather", '{"city": "Trom"}']]
+    assert parse([text], is_truncated=True, tools=SCHEMAS)["calls"] == [["weather", '{"city": "Trom']]
+    assert parse([text], tools=SCHEMAS)["calls"] == [["weather", '{"city": "Trom"}']]
 
 
 # --- harmony ----------------------------------------------------------------------------------------------------------
@@ -245,12 +243,12 @@ def test_a_truncated_tool_call_stays_open():
 )
 def test_harmony_messages(text, reasoning, content, calls):
     expected = {"reasoning": reasoning, "content": content, "calls": calls}
-    assert parse_every_split(text, parser_class=HarmonyParser, tools=TOOLS) == expected
+    assert parse_every_split(text, parser_class=HarmonyParser, tools=SCHEMAS) == expected
 
 
 def test_a_harmony_call_that_the_prompt_begins():
     prefix = " to=functions.weather<|channel|>commentary json<|message|>"
-    parser = HarmonyParser(tools=TOOLS, one_call=True, answer_prefix=prefix)
+    parser = HarmonyParser(tools=SCHEMAS, one_call=True, answer_prefix=prefix)
     segments = parser.parse_increment('{"days": 1}<|call|> more')
     assert (
         segments == [("call", "weather"), ("arguments", '{"days": 1}')] and parser.is_finished and parser.num_calls == 1
