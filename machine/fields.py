@@ -35,7 +35,7 @@ class FieldReader:
     def expected(self, name: str, value: Any, what: str) -> NoReturn:
         self.refuse(name, f"{self.label(name)}={show(value)}: expected {what}")
 
-    def find_or(self, name: str, default: Any) -> Any:
+    def get(self, name: str, default: Any) -> Any:
         """The value, or None for an absent one that has a default."""
         value = self.find(name)
         if value is None and default is MISSING:
@@ -44,7 +44,7 @@ class FieldReader:
 
     def check(self, name: str, default: Any, convert: Callable[[Any], Any], what: str) -> Any:
         """The converted value; refused where `convert` gives None."""
-        value = self.find_or(name, default)
+        value = self.get(name, default)
         if value is None:
             return default
         converted = convert(value)

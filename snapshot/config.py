@@ -67,7 +67,7 @@ class ModelConfig:
     num_active_experts: int  # top-k
     moe_intermediate_size: int
     num_shared_experts: int = 0
-    router: str = "sigmoid"  # "sigmoid" with a bias that takes part in the top-k alone, or "softmax"
+    router: str = "softmax"  # or "sigmoid" with a bias that takes part in the top-k alone
     router_has_bias: bool = False  # on the logits
     num_groups: int = 1
     num_active_groups: int = 1

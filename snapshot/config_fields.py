@@ -16,6 +16,7 @@ class ConfigFields(FieldReader):
 
     def __init__(self, values: dict[str, Any], path: Path | str, prefix: str = ""):
         super().__init__(values, str(path))
+        self.defaults: dict[str, Any] = {}  # of the family; they win over those of the callers
         self.prefix = prefix  # of keys in error messages, "rope_parameters." for a nested object
 
     def nested(self, key: str, values: dict[str, Any]) -> "ConfigFields":
@@ -31,13 +32,11 @@ class ConfigFields(FieldReader):
     def expected(self, name: str, value: Any, what: str) -> NoReturn:
         self.reject(name, f"is {show(value)}, expected {what}")
 
-    def find_or(self, name: str, default: Any) -> Any:
-        value = super().find_or(name, default)
-        return default if value is None else value
-
     def get(self, name: str, default: Any = MISSING) -> Any:
-        """The value as JSON has it."""
-        return self.find_or(name, default)
+        """The value as JSON has it, or its default."""
+        default = self.defaults.get(name, default)
+        value = super().get(name, default)
+        return default if value is None else value
 
     def count(self, name: str, default: int | None = MISSING, low: int = 1, high: int = 1 << 24) -> int:
         """A whole number; the range of most counts and widths."""

@@ -1,11 +1,11 @@
 """Parts of config.json that several families share -> keyword arguments of ModelConfig.
 
-Defaults are those of transformers 5.24. A value that changes the arithmetic and is not computed here is refused.
+Defaults are those of transformers 5.24, in fields.defaults where families differ. A value that changes the arithmetic
+and is not computed here is refused.
 """
 
 from typing import Any
 
-from machine.fields import MISSING
 from snapshot.config_fields import ConfigFields
 from snapshot.rope import parse_rope
 
@@ -15,8 +15,8 @@ EXPERT_NAMES = ("n_routed_experts", "num_experts", "num_local_experts")
 Part = dict[str, Any]  # keyword arguments of ModelConfig
 
 
-def parse_common(fields: ConfigFields, positions: int, eps: float = 1e-5) -> Part:
-    """Keys of every family; positions and eps: its defaults of max_position_embeddings and rms_norm_eps."""
+def parse_common(fields: ConfigFields) -> Part:
+    """Keys of every family."""
     fields.require("hidden_act", "silu")
     vocab_size = fields.count("vocab_size")
     return {
@@ -24,8 +24,8 @@ def parse_common(fields: ConfigFields, positions: int, eps: float = 1e-5) -> Par
         "vocab_size": vocab_size,
         "hidden_size": fields.count("hidden_size"),
         "num_layers": fields.count("num_hidden_layers", high=1024),
-        "max_positions": fields.count("max_position_embeddings", positions, high=1 << 31),
-        "rms_norm_eps": fields.number("rms_norm_eps", eps, high=1.0),
+        "max_positions": fields.count("max_position_embeddings", high=1 << 31),
+        "rms_norm_eps": fields.number("rms_norm_eps", 1e-5, high=1.0),
         "tie_word_embeddings": fields.flag("tie_word_embeddings", False),
         "stop_ids": fields.token_ids("eos_token_id", vocab_size),
     }
@@ -56,33 +56,20 @@ def parse_mla(fields: ConfigFields, common: Part, needs_q_lora: bool = True) -> 
     }
 
 
-def parse_gqa(
-    fields: ConfigFields,
-    common: Part,
-    head_dim: int | None = None,
-    rotary: float | None = None,
-    theta: float = 10000.0,
-    absent: dict[str, Any] | None = None,
-    bias: bool = False,
-    output_bias: bool = True,
-) -> Part:
-    """Grouped-query attention (GQA). The arguments are the family's defaults of keys that config.json may lack.
-
-    head_dim: None means hidden_size / num_attention_heads. rotary: partial_rotary_factor; None means that all columns
-    are rotary and the key is ignored. theta, absent: of parse_rope. bias: attention_bias. output_bias: the output
-    projection has a bias if the others do.
-    """
+def parse_gqa(fields: ConfigFields, common: Part, partial_rotary: bool = False, output_bias: bool = True) -> Part:
+    """Grouped-query attention (GQA). partial_rotary: read partial_rotary_factor; else all columns are rotary.
+    output_bias: the output projection has a bias if the others do."""
     num_heads = fields.count("num_attention_heads")
     num_kv_heads = fields.count("num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
         fields.reject("num_key_value_heads", f"is {num_kv_heads}, which does not divide {num_heads} heads")
-    if fields.get("head_dim", head_dim) is None and common["hidden_size"] % num_heads:
+    if fields.get("head_dim", None) is None and common["hidden_size"] % num_heads:
         fields.reject("num_attention_heads", f"is {num_heads}, which does not divide the hidden size")
-    head_dim = fields.count("head_dim", head_dim or common["hidden_size"] // num_heads)
-    rope_dim = head_dim if rotary is None else int(head_dim * parse_partial_rotary_factor(fields, rotary))
+    head_dim = fields.count("head_dim", common["hidden_size"] // num_heads)
+    rope_dim = int(head_dim * parse_partial_rotary_factor(fields)) if partial_rotary else head_dim
     if rope_dim < 2 or rope_dim % 2:
         fields.reject("head_dim", f"is {head_dim} and {rope_dim} of it rotary, pairs need an even width")
-    has_bias = fields.flag("attention_bias", bias)
+    has_bias = fields.flag("attention_bias", False)
     return {
         "attention": "gqa",
         "num_heads": num_heads,
@@ -90,7 +77,7 @@ def parse_gqa(
         "nope_head_dim": head_dim - rope_dim,
         "rope_head_dim": rope_dim,
         "v_head_dim": head_dim,
-        "rope": parse_rope(fields, rope_dim, common["max_positions"], theta, absent),
+        "rope": parse_rope(fields, rope_dim, common["max_positions"]),
         "attention_bias": has_bias,
         "output_bias": has_bias and output_bias,
     }
@@ -102,53 +89,35 @@ def parse_sliding_window(fields: ConfigFields, num_layers: int) -> Part:
     return {"sliding_windows": (fields.count("sliding_window"),) * num_layers if has_window else ()}
 
 
-def parse_partial_rotary_factor(fields: ConfigFields, default: float) -> float:
+def parse_partial_rotary_factor(fields: ConfigFields) -> float:
     """partial_rotary_factor, in rope_parameters or at the top level."""
     values = fields.get("rope_parameters", {})
     rope = fields.nested("rope_parameters", values if isinstance(values, dict) else {})
-    return rope.number("partial_rotary_factor", fields.number("partial_rotary_factor", default), high=1.0)
+    return rope.number("partial_rotary_factor", fields.number("partial_rotary_factor"), high=1.0)
 
 
 def parse_experts(
-    fields: ConfigFields,
-    names: tuple[str, ...] = EXPERT_NAMES,
-    width: str = "moe_intermediate_size",
-    count: int = MISSING,
-    active: int = MISSING,
+    fields: ConfigFields, names: tuple[str, ...] = EXPERT_NAMES, width: str = "moe_intermediate_size"
 ) -> Part:
-    """Routed experts. names: keys of their number, the family's own first; width: the key of their width; count and
-    active: the family's defaults of their number and of the top-k; required by default."""
-    num_experts = fields.count(fields.alias(*names), count, high=65536)
+    """Routed experts. names: keys of their number, the family's own first; width: the key of their width."""
+    num_experts = fields.count(fields.alias(*names), high=65536)
     return {
         "num_experts": num_experts,
-        "num_active_experts": fields.count("num_experts_per_tok", active, high=num_experts),
+        "num_active_experts": fields.count("num_experts_per_tok", high=num_experts),
         "moe_intermediate_size": fields.count(width),
     }
 
 
-def parse_sigmoid_moe(
-    fields: ConfigFields,
-    common: Part,
-    num_dense: int,
-    count: int = MISSING,
-    active: int = MISSING,
-    groups: int = 1,
-    active_groups: int = 1,
-    scaling: float = 1.0,
-) -> Part:
-    """MoE of DeepSeek-V3 and GLM: dense layers first, a noaux_tc router, shared experts, an MTP layer.
-
-    The numbers are the family's defaults of first_k_dense_replace, n_routed_experts, num_experts_per_tok, n_group,
-    topk_group and routed_scaling_factor.
-    """
+def parse_sigmoid_moe(fields: ConfigFields, common: Part) -> Part:
+    """MoE of DeepSeek-V3 and GLM: dense layers first, a noaux_tc router, shared experts, an MTP layer."""
     fields.require("scoring_func", "sigmoid")
     fields.require("topk_method", "noaux_tc")
     fields.require("mlp_bias", False)
     fields.require("moe_layer_freq", 1)
-    experts = parse_experts(fields, count=count, active=active)
+    experts = parse_experts(fields)
     num_experts, num_active = experts["num_experts"], experts["num_active_experts"]
-    num_groups = fields.count("n_group", groups, high=num_experts)
-    num_active_groups = fields.count("topk_group", active_groups)
+    num_groups = fields.count("n_group", 1, high=num_experts)
+    num_active_groups = fields.count("topk_group", 1)
     if num_experts % num_groups:
         fields.reject("n_group", f"is {num_groups}, which does not divide {num_experts} experts")
     if num_active_groups > num_groups:
@@ -157,28 +126,29 @@ def parse_sigmoid_moe(
         fields.reject("num_experts_per_tok", f"is {num_active}, more than topk_group groups hold")
     types = fields.words("mlp_layer_types", ("dense", "sparse"), common["num_layers"])
     if types is None:
-        num_dense = min(fields.count("first_k_dense_replace", num_dense, low=0), common["num_layers"])
+        num_dense = min(fields.count("first_k_dense_replace", low=0), common["num_layers"])
         types = ("dense",) * num_dense + ("sparse",) * (common["num_layers"] - num_dense)
     return experts | {
+        "router": "sigmoid",
         "mlp_types": types,
         "intermediate_size": fields.count("intermediate_size"),
         "num_shared_experts": fields.count("n_shared_experts", 1, high=64),
         "num_groups": num_groups,
         "num_active_groups": num_active_groups,
         "normalize_weights": fields.flag("norm_topk_prob", True),
-        "routed_scaling": fields.number("routed_scaling_factor", scaling),
+        "routed_scaling": fields.number("routed_scaling_factor", 1.0),
         "num_mtp_layers": fields.count("num_nextn_predict_layers", 0, low=0, high=1),
     }
 
 
-def parse_indexer(fields: ConfigFields, attention: Part, heads: int) -> Part:
-    """The DSA indexer, except which layers have one; heads: the family's default."""
+def parse_indexer(fields: ConfigFields, attention: Part) -> Part:
+    """The DSA indexer, except which layers have one."""
     width, rope_dim = fields.count("index_head_dim", 128), attention["rope_head_dim"]
     if width < rope_dim:
         fields.reject("index_head_dim", f"is {width}, below qk_rope_head_dim {rope_dim}")
     return {
         "index_topk": fields.count("index_topk", 2048, high=1 << 31),
-        "index_num_heads": fields.count("index_n_heads", heads),
+        "index_num_heads": fields.count("index_n_heads"),
         "index_head_dim": width,
         "index_norm_eps": 1e-6,
     }

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,20 +20,15 @@ class Rope:
     score_factor: float = 1.0  # of the attention scores of MLA, beside 1 / sqrt(head width)
 
 
-def parse_rope(
-    fields: ConfigFields, width: int, max_positions: int, theta: float = 10000.0, absent: dict[str, Any] | None = None
-) -> Rope:
-    """rope_parameters, or the older rope_scaling and top-level rope_theta -> Rope of `width` columns.
-
-    theta: the family's default; absent: its rope_parameters if config.json has none. Refuses other rope types.
-    """
-    values = fields.get(fields.first_present("rope_parameters", "rope_scaling"), absent or {})
+def parse_rope(fields: ConfigFields, width: int, max_positions: int) -> Rope:
+    """rope_parameters, or the older rope_scaling and top-level rope_theta -> Rope of `width` columns."""
+    values = fields.get(fields.first_present("rope_parameters", "rope_scaling"), {})
     if not isinstance(values, dict):
         fields.reject("rope_parameters", "must be an object")
     rope = fields.nested("rope_parameters", values)
     kind = rope.first_present("rope_type", "type")
     rope.require(kind, *ROPE_TYPES)
-    theta = rope.number("rope_theta", fields.get("rope_theta", theta), low=1.0)
+    theta = rope.number("rope_theta", fields.get("rope_theta", 10000.0), low=1.0)
     if rope.get(kind, "default") == "yarn":
         return yarn_rope(rope, theta, width, max_positions)
     return Rope(tuple(plain_frequencies(theta, width).tolist()))

@@ -3,13 +3,14 @@
 from snapshot import config_parts as parts
 from snapshot.config import ModelConfig
 from snapshot.config_fields import ConfigFields
-from snapshot.families.deepseek_v3 import MOE_DEFAULTS, TEXT_PREFIX
+from snapshot.families.deepseek_v3 import DEFAULTS, TEXT_PREFIX
 from snapshot.family import Family
 
 
 def parse_config(fields: ConfigFields) -> ModelConfig:
+    fields.defaults = DEFAULTS | dict(max_position_embeddings=163840, index_n_heads=64)
     fields.require("rope_interleave", True)
-    common = parts.parse_common(fields, positions=163840, eps=1e-6)
+    common = parts.parse_common(fields)
     attention = parts.parse_mla(fields, common)
     return ModelConfig(
         text_prefix=TEXT_PREFIX,
@@ -18,8 +19,8 @@ def parse_config(fields: ConfigFields) -> ModelConfig:
         index_rope_interleaved=False,
         **common,
         **attention,
-        **parts.parse_indexer(fields, attention, heads=64),
-        **parts.parse_sigmoid_moe(fields, common, **MOE_DEFAULTS),
+        **parts.parse_indexer(fields, attention),
+        **parts.parse_sigmoid_moe(fields, common),
     )
 
 

@@ -9,13 +9,14 @@ TEXT_PREFIX = ("[gMASK]", "<sop>")
 
 
 def parse_config(fields: ConfigFields) -> ModelConfig:
-    common = parts.parse_common(fields, positions=131072)
+    fields.defaults = dict(max_position_embeddings=131072, partial_rotary_factor=0.5, first_k_dense_replace=1)
+    common = parts.parse_common(fields)
     return ModelConfig(
         text_prefix=TEXT_PREFIX,
         **common,
-        **parts.parse_gqa(fields, common, rotary=0.5, output_bias=False),
+        **parts.parse_gqa(fields, common, partial_rotary=True, output_bias=False),
         qk_norm="head" if fields.flag("use_qk_norm", False) else "",
-        **parts.parse_sigmoid_moe(fields, common, num_dense=1),
+        **parts.parse_sigmoid_moe(fields, common),
     )
 
 

@@ -8,13 +8,20 @@ from snapshot.family import Family
 
 
 def parse_config(fields: ConfigFields) -> ModelConfig:
-    common = parts.parse_common(fields, positions=202752)
+    fields.defaults = dict(
+        max_position_embeddings=202752,
+        first_k_dense_replace=1,
+        n_routed_experts=64,
+        num_experts_per_tok=4,
+        routed_scaling_factor=1.8,
+    )
+    common = parts.parse_common(fields)
     return ModelConfig(
         text_prefix=TEXT_PREFIX,
         rope_interleaved=fields.flag("rope_interleave", True),
         **common,
         **parts.parse_mla(fields, common, needs_q_lora=False),
-        **parts.parse_sigmoid_moe(fields, common, num_dense=1, count=64, active=4, scaling=1.8),
+        **parts.parse_sigmoid_moe(fields, common),
     )
 
 

@@ -9,9 +9,12 @@ TEXT_PREFIX = ("[gMASK]", "<sop>")
 
 
 def parse_config(fields: ConfigFields) -> ModelConfig:
+    fields.defaults = dict(
+        max_position_embeddings=202752, index_n_heads=32, first_k_dense_replace=3, routed_scaling_factor=2.5
+    )
     fields.require("rope_interleave", True)
     fields.require("indexer_rope_interleave", True)
-    common = parts.parse_common(fields, positions=202752)
+    common = parts.parse_common(fields)
     attention = parts.parse_mla(fields, common)
     return ModelConfig(
         text_prefix=TEXT_PREFIX,
@@ -19,8 +22,8 @@ def parse_config(fields: ConfigFields) -> ModelConfig:
         indexer_types=parse_indexer_types(fields, common["num_layers"]),
         **common,
         **attention,
-        **parts.parse_indexer(fields, attention, heads=32),
-        **parts.parse_sigmoid_moe(fields, common, num_dense=3, scaling=2.5),
+        **parts.parse_indexer(fields, attention),
+        **parts.parse_sigmoid_moe(fields, common),
     )
 
 

@@ -6,33 +6,38 @@ from snapshot.config_fields import ConfigFields
 from snapshot.family import Family
 
 LAYER_TYPES = ("sliding_attention", "full_attention")
-YARN = {
-    "rope_type": "yarn",
-    "factor": 32.0,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "truncate": False,
-    "original_max_position_embeddings": 4096,
+YARN = dict(rope_type="yarn", factor=32.0, truncate=False, original_max_position_embeddings=4096)
+DEFAULTS = {
+    "max_position_embeddings": 131072,
+    "head_dim": 64,
+    "rope_theta": 150000.0,
+    "rope_parameters": YARN,
+    "attention_bias": True,
+    "sliding_window": 128,
+    "num_local_experts": 128,
+    "num_experts_per_tok": 4,
+    "swiglu_limit": 7.0,
+    "swiglu_alpha": 1.702,
 }
 
 
 def parse_config(fields: ConfigFields) -> ModelConfig:
-    common = parts.parse_common(fields, positions=131072)
+    fields.defaults = DEFAULTS
+    common = parts.parse_common(fields)
     names = "num_local_experts", "num_experts"
     types = fields.words("layer_types", LAYER_TYPES, common["num_layers"])
     types = types or tuple(LAYER_TYPES[i % 2] for i in range(common["num_layers"]))
-    window = fields.count("sliding_window", 128)
+    window = fields.count("sliding_window")
     config = ModelConfig(
         **common,
-        **parts.parse_gqa(fields, common, head_dim=64, theta=150000.0, absent=YARN, bias=True),
+        **parts.parse_gqa(fields, common),
         sliding_windows=tuple(window if kind == "sliding_attention" else 0 for kind in types),
         has_sinks=True,
-        **parts.parse_experts(fields, names, "intermediate_size", count=128, active=4),
+        **parts.parse_experts(fields, names, "intermediate_size"),
         mlp_types=("sparse",) * common["num_layers"],
-        router="softmax",
         router_has_bias=True,
-        swiglu_limit=fields.number("swiglu_limit", 7.0, low=1e-6),
-        swiglu_alpha=fields.number("swiglu_alpha", 1.702),
+        swiglu_limit=fields.number("swiglu_limit", low=1e-6),
+        swiglu_alpha=fields.number("swiglu_alpha"),
     )
     # MXFP4 has a scale for each 32 columns.
     for key, width in (("hidden_size", config.hidden_size), ("intermediate_size", config.moe_intermediate_size)):

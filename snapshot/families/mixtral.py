@@ -7,15 +7,15 @@ from snapshot.family import Family
 
 
 def parse_config(fields: ConfigFields) -> ModelConfig:
-    common = parts.parse_common(fields, positions=4096 * 32)
+    fields.defaults = dict(max_position_embeddings=131072, rope_theta=1e6, num_local_experts=8, num_experts_per_tok=2)
+    common = parts.parse_common(fields)
     return ModelConfig(
         text_prefix=("<s>",),
         **common,
-        **parts.parse_gqa(fields, common, theta=1e6),
+        **parts.parse_gqa(fields, common),
         **parts.parse_sliding_window(fields, common["num_layers"]),
-        **parts.parse_experts(fields, ("num_local_experts", "num_experts"), "intermediate_size", count=8, active=2),
+        **parts.parse_experts(fields, ("num_local_experts", "num_experts"), "intermediate_size"),
         mlp_types=("sparse",) * common["num_layers"],
-        router="softmax",
     )
 
 

@@ -8,16 +8,16 @@ from snapshot.family import Family
 
 
 def parse_config(fields: ConfigFields) -> ModelConfig:
+    fields.defaults = dict(max_position_embeddings=4096, num_experts=64, num_experts_per_tok=8)
     if (clip := fields.get("clip_qkv", None)) is not None:
         fields.reject("clip_qkv", f"is {show(clip)}, this engine computes only null")
-    common = parts.parse_common(fields, positions=4096)
+    common = parts.parse_common(fields)
     return ModelConfig(
         **common,
         **parts.parse_gqa(fields, common),
         qk_norm="projection",
-        **parts.parse_experts(fields, ("num_experts", "num_local_experts"), "intermediate_size", count=64, active=8),
+        **parts.parse_experts(fields, ("num_experts", "num_local_experts"), "intermediate_size"),
         mlp_types=("sparse",) * common["num_layers"],
-        router="softmax",
         normalize_weights=fields.flag("norm_topk_prob", False),
     )
 

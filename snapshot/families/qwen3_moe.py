@@ -8,17 +8,17 @@ from snapshot.family import Family
 
 
 def parse_config(fields: ConfigFields) -> ModelConfig:
-    common = parts.parse_common(fields, positions=32768, eps=1e-6)
+    fields.defaults = dict(max_position_embeddings=32768, rms_norm_eps=1e-6, num_experts=128, num_experts_per_tok=8)
+    common = parts.parse_common(fields)
     has_window = fields.flag("use_sliding_window", False)
     return ModelConfig(
         **common,
         **parts.parse_gqa(fields, common),
         qk_norm="head",
         **(parts.parse_sliding_window(fields, common["num_layers"]) if has_window else {}),
-        **parts.parse_experts(fields, ("num_experts", "num_local_experts"), count=128, active=8),
+        **parts.parse_experts(fields, ("num_experts", "num_local_experts")),
         mlp_types=parse_sparse_step(fields, common["num_layers"]),
         intermediate_size=fields.count("intermediate_size"),
-        router="softmax",
         normalize_weights=fields.flag("norm_topk_prob", False),
     )
 
