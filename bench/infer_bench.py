@@ -64,7 +64,7 @@ from modes.reference import read_reference, reference_path
 from modes.run import announce
 from scripts.options import OneLineParser, number_from, whole_from
 from settings import Settings
-from snapshot.config import read_config
+from snapshot.config_file import read_config
 from text.prompt import PromptPrefix
 from text.tokenizer import TextTokenizer
 

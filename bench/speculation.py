@@ -59,7 +59,7 @@ from generate.draft_length import DraftLength
 from generate.sampler import Sampler
 from load.model import load_model
 from settings import EMBEDDED_SNAPSHOT, Settings
-from snapshot.config import read_config
+from snapshot.config_file import read_config
 from snapshot.reader import read_json_object
 from text.prompt import PromptPrefix, shared_prefix_length
 from text.tokenizer import TextTokenizer

@@ -67,7 +67,7 @@ from experts.drive_speed import time_reads
 from experts.route_trace import read_trace
 from machine.arena import Arena
 from settings import EMBEDDED_SNAPSHOT, VARIABLES, Settings
-from snapshot.config import read_config
+from snapshot.config_file import read_config
 from snapshot.index import read_index
 from snapshot.reader import FileReader, read_json_object
 

@@ -36,8 +36,8 @@ from dev.synthetic.text import topic_ids, uniform_ids
 from errors import Refused
 from kernels.formats import FORMATS, MXFP4
 from scripts.container import Shard
-from snapshot.config import parse_model_config
 from snapshot.config_fields import ConfigFields
+from snapshot.config_file import parse_model_config
 
 SOURCE = "dev/make_synthetic.py"
 SMALLS_OWN = ("hidden", "moe_width", "active", "index_topk")

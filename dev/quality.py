@@ -45,7 +45,7 @@ from machine.fields import TextFieldReader
 from scripts.conversion import Conversion, ConversionOptions, ConvertedMatrix
 from scripts.convert import compare_item, convert
 from settings import EMBEDDED_SNAPSHOT, Settings
-from snapshot.config import read_config
+from snapshot.config_file import read_config
 from snapshot.index import read_index
 from snapshot.reader import FileReader
 from text.tokenizer import TextTokenizer

@@ -17,7 +17,8 @@ from load.plan import MemoryPlan, make_plan
 from machine.memory import MemoryGuard, available_bytes
 from machine.threads import num_threads
 from settings import Settings
-from snapshot.config import ModelConfig, read_config
+from snapshot.config import ModelConfig
+from snapshot.config_file import read_config
 from snapshot.dense import DenseTensors
 from snapshot.index import read_index
 from snapshot.reader import FileReader

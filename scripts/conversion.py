@@ -13,7 +13,7 @@ from experts.disk import MATRICES, ExpertDisk
 from kernels.formats import DTYPES, FORMATS, MXFP4, WeightFormat
 from kernels.quantize import SEARCH_STEPS, quantize, row_blocks
 from scripts.container import PADDING, ContainerTensor, Shard, make_tensor, weight_tensors
-from snapshot.config import read_config
+from snapshot.config_file import read_config
 from snapshot.dense import DenseTensors, read_entry_bytes, read_stored_weight
 from snapshot.formats import FP8_SCALES, SCALES, StoredWeight, find_stored_weight
 from snapshot.index import TensorEntry, TensorIndex, read_index

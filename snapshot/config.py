@@ -1,23 +1,8 @@
-"""config.json -> ModelConfig, frozen and checked. families/<model_type>.py interprets the keys of each model type."""
+"""ModelConfig: the hyperparameters of a model, frozen."""
 
-import importlib
-import os
-import pkgutil
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
-from errors import show
-from snapshot import families
-from snapshot.config_fields import ConfigFields
-from snapshot.config_parts import EXPERT_NAMES
-from snapshot.reader import read_json_object
 from snapshot.rope import Rope
-
-if TYPE_CHECKING:
-    from snapshot.family import Family  # imports ModelConfig
-
-MAX_ROUTED_EXPERTS = 1 << 17  # the engine keeps a few hundred bytes for each; GLM-5.2 has 19,200
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,44 +88,3 @@ class ModelConfig:
     def sliding_window(self, layer: int) -> int:
         """Positions that a layer sees, its own included; 0: all, as the MTP layer does."""
         return self.sliding_windows[layer] if layer < len(self.sliding_windows) else 0
-
-
-def read_config(folder: Path) -> tuple[ModelConfig, "Family"]:
-    """Read config.json and generation_config.json of a snapshot folder."""
-    path = folder / "config.json"
-    config, family = parse_model_config(ConfigFields(read_json_object(path), path))
-    generation = folder / "generation_config.json"
-    if os.path.lexists(generation):  # a dangling link is a broken download, not an absent file
-        stop_ids = ConfigFields(read_json_object(generation), generation).token_ids("eos_token_id", config.vocab_size)
-        config = replace(config, stop_ids=tuple(dict.fromkeys(config.stop_ids + stop_ids)))
-    return config, family
-
-
-def parse_model_config(fields: ConfigFields) -> tuple[ModelConfig, "Family"]:
-    """Fields of a config.json -> the config and its family. Refuses an unknown model_type."""
-    known = sorted(module.name for module in pkgutil.iter_modules(families.__path__))
-    model_type = fields.get("model_type")
-    if model_type not in known:
-        fields.reject("model_type", f"is {show(model_type)}, this engine knows {', '.join(known)}")
-    check_quantization(fields)
-    family = importlib.import_module(f"snapshot.families.{model_type}").FAMILY
-    config = family.parse_config(fields)
-    num_sparse = len(config.sparse_layers)
-    if config.num_experts * num_sparse > MAX_ROUTED_EXPERTS:
-        problem = f"makes {config.num_experts} experts in {num_sparse} layers, above {MAX_ROUTED_EXPERTS} in all"
-        fields.reject(fields.first_present(*EXPERT_NAMES), problem)
-    return config, family
-
-
-def check_quantization(fields: ConfigFields) -> None:
-    """Refuse a quantization_config other than FP8 or MXFP4. Dtypes of tensors decide: containers keep the key."""
-    values = fields.get("quantization_config", None)
-    if values is None:
-        return
-    if not isinstance(values, dict):
-        fields.reject("quantization_config", "must be an object")
-    quantization = fields.nested("quantization_config", values)
-    quantization.require("quant_method", "fp8", "mxfp4")
-    if quantization.get("quant_method") == "fp8":
-        quantization.require("fmt", "e4m3")
-        quantization.require("weight_block_size", [128, 128])

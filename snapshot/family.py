@@ -1,14 +1,12 @@
-"""Family: how a model type parses its config.json, and the names and shapes of its tensors.
+"""Family: the names and shapes of the tensors of a model type.
 
-Most families share their names, so those are here; families/<model_type>.py states the differences. A TensorTable maps
-the engine's word for a tensor to its name and shape, [out, in] for matrices.
+Most families share their names, so those are here; families/<model_type>.py states the differences as FAMILY. A
+TensorTable maps the engine's word for a tensor to its name and shape, [out, in] for matrices.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from snapshot.config import ModelConfig
-from snapshot.config_fields import ConfigFields
 from snapshot.index import TensorIndex
 
 TensorTable = dict[str, tuple[str, tuple[int, ...]]]
@@ -19,7 +17,6 @@ MLP_NAMES = ("gate_proj", "up_proj", "down_proj")
 class Family:
     """One model type."""
 
-    parse_config: Callable[[ConfigFields], ModelConfig]  # with the defaults of transformers
     moe_prefix: str = "mlp."  # of the router and of experts in tensors of their own
     router_name: str = "gate"
     expert_names: tuple[str, str, str] = MLP_NAMES

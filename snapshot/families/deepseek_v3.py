@@ -3,7 +3,6 @@
 from snapshot import config_parts as parts
 from snapshot.config import ModelConfig
 from snapshot.config_fields import ConfigFields
-from snapshot.family import Family
 
 TEXT_PREFIX = ("<｜begin▁of▁sentence｜>",)
 DEFAULTS = {
@@ -28,6 +27,3 @@ def parse_config(fields: ConfigFields) -> ModelConfig:
         **parts.parse_mla(fields, common, needs_q_lora=False),
         **parts.parse_sigmoid_moe(fields, common),
     )
-
-
-FAMILY = Family(parse_config)

@@ -4,7 +4,6 @@ from snapshot import config_parts as parts
 from snapshot.config import ModelConfig
 from snapshot.config_fields import ConfigFields
 from snapshot.families.deepseek_v3 import DEFAULTS, TEXT_PREFIX
-from snapshot.family import Family
 
 
 def parse_config(fields: ConfigFields) -> ModelConfig:
@@ -22,6 +21,3 @@ def parse_config(fields: ConfigFields) -> ModelConfig:
         **parts.parse_indexer(fields, attention),
         **parts.parse_sigmoid_moe(fields, common),
     )
-
-
-FAMILY = Family(parse_config)

@@ -3,7 +3,6 @@
 from snapshot import config_parts as parts
 from snapshot.config import ModelConfig
 from snapshot.config_fields import ConfigFields
-from snapshot.family import Family
 
 TEXT_PREFIX = ("[gMASK]", "<sop>")
 
@@ -18,6 +17,3 @@ def parse_config(fields: ConfigFields) -> ModelConfig:
         qk_norm="head" if fields.flag("use_qk_norm", False) else "",
         **parts.parse_sigmoid_moe(fields, common),
     )
-
-
-FAMILY = Family(parse_config)

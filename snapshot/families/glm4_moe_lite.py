@@ -4,7 +4,6 @@ from snapshot import config_parts as parts
 from snapshot.config import ModelConfig
 from snapshot.config_fields import ConfigFields
 from snapshot.families.glm_moe_dsa import TEXT_PREFIX
-from snapshot.family import Family
 
 
 def parse_config(fields: ConfigFields) -> ModelConfig:
@@ -23,6 +22,3 @@ def parse_config(fields: ConfigFields) -> ModelConfig:
         **parts.parse_mla(fields, common, needs_q_lora=False),
         **parts.parse_sigmoid_moe(fields, common),
     )
-
-
-FAMILY = Family(parse_config)

@@ -3,7 +3,6 @@
 from snapshot import config_parts as parts
 from snapshot.config import ModelConfig
 from snapshot.config_fields import ConfigFields
-from snapshot.family import Family
 
 TEXT_PREFIX = ("[gMASK]", "<sop>")
 
@@ -44,6 +43,3 @@ def parse_indexer_types(fields: ConfigFields, num_layers: int) -> tuple[str, ...
     if types[0] != "full":
         fields.reject("indexer_types", "must begin with full: a shared layer reuses an earlier selection")
     return types
-
-
-FAMILY = Family(parse_config)

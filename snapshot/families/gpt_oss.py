@@ -5,6 +5,7 @@ from snapshot.config import ModelConfig
 from snapshot.config_fields import ConfigFields
 from snapshot.family import Family
 
+FAMILY = Family(router_name="router", is_gate_up_interleaved=True)
 LAYER_TYPES = ("sliding_attention", "full_attention")
 YARN = dict(rope_type="yarn", factor=32.0, truncate=False, original_max_position_embeddings=4096)
 DEFAULTS = {
@@ -44,6 +45,3 @@ def parse_config(fields: ConfigFields) -> ModelConfig:
         if width % 32:
             fields.reject(key, f"is {width}, expected a multiple of 32")
     return config
-
-
-FAMILY = Family(parse_config, router_name="router", is_gate_up_interleaved=True)

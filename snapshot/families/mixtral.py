@@ -5,6 +5,8 @@ from snapshot.config import ModelConfig
 from snapshot.config_fields import ConfigFields
 from snapshot.family import Family
 
+FAMILY = Family("block_sparse_moe.", expert_names=("w1", "w3", "w2"), alias=(".block_sparse_moe.", ".mlp."))
+
 
 def parse_config(fields: ConfigFields) -> ModelConfig:
     fields.defaults = dict(max_position_embeddings=131072, rope_theta=1e6, num_local_experts=8, num_experts_per_tok=2)
@@ -17,11 +19,3 @@ def parse_config(fields: ConfigFields) -> ModelConfig:
         **parts.parse_experts(fields, ("num_local_experts", "num_experts"), "intermediate_size"),
         mlp_types=("sparse",) * common["num_layers"],
     )
-
-
-FAMILY = Family(
-    parse_config,
-    moe_prefix="block_sparse_moe.",
-    expert_names=("w1", "w3", "w2"),
-    alias=(".block_sparse_moe.", ".mlp."),
-)

@@ -4,7 +4,6 @@ from errors import show
 from snapshot import config_parts as parts
 from snapshot.config import ModelConfig
 from snapshot.config_fields import ConfigFields
-from snapshot.family import Family
 
 
 def parse_config(fields: ConfigFields) -> ModelConfig:
@@ -20,6 +19,3 @@ def parse_config(fields: ConfigFields) -> ModelConfig:
         mlp_types=("sparse",) * common["num_layers"],
         normalize_weights=fields.flag("norm_topk_prob", False),
     )
-
-
-FAMILY = Family(parse_config)

@@ -4,7 +4,6 @@ from errors import show
 from snapshot import config_parts as parts
 from snapshot.config import ModelConfig
 from snapshot.config_fields import ConfigFields
-from snapshot.family import Family
 
 
 def parse_config(fields: ConfigFields) -> ModelConfig:
@@ -31,6 +30,3 @@ def parse_sparse_step(fields: ConfigFields, num_layers: int) -> tuple[str, ...]:
         fields.reject("mlp_only_layers", f"is {show(dense)}, expected a list of layers")
     is_sparse = ((i + 1) % step == 0 and i not in dense for i in range(num_layers))
     return tuple("sparse" if sparse else "dense" for sparse in is_sparse)
-
-
-FAMILY = Family(parse_config)

@@ -16,7 +16,7 @@ from bench.peaks import PEAKS, Peaks, find_peaks
 from kernels.formats import FLOATS
 from kernels.weight import Weight
 from settings import EMBEDDED_SNAPSHOT
-from snapshot.config import read_config
+from snapshot.config_file import read_config
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The cost model

@@ -20,7 +20,7 @@ from experts.drive import Drive, DriveSet, DriveSpeed, DriveWarning, ReadRate, c
 from experts.drive_speed import DEPTHS, find_rates, measure, set_up_drives
 from machine.arena import Arena
 from snapshot import reader as reader_module
-from snapshot.config import read_config
+from snapshot.config_file import read_config
 from snapshot.index import read_index
 from snapshot.reader import O_DIRECT, PAGE, FileReader
 from tests.conftest import FIXTURES, reference

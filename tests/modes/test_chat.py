@@ -29,7 +29,7 @@ from modes.chat import Chat, StopKey
 from modes.chat_history import ChatHistory
 from scripts import chat_cli
 from settings import EMBEDDED_SNAPSHOT, Settings
-from snapshot.config import read_config
+from snapshot.config_file import read_config
 from tests.conftest import read_json
 from tests.support.forked import environment, forker
 from text.tokenizer import TextTokenizer

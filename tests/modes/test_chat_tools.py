@@ -11,7 +11,7 @@ from modes.chat_history import ChatHistory
 from modes.chat_tools import MARKERS, MAX_OUTPUT, make_tool, run_block
 from scripts import chat_cli
 from settings import EMBEDDED_SNAPSHOT, Settings
-from snapshot.config import read_config
+from snapshot.config_file import read_config
 from text.tokenizer import TextTokenizer
 
 TOKENIZER = TextTokenizer(EMBEDDED_SNAPSHOT, read_config(EMBEDDED_SNAPSHOT)[0])

@@ -22,7 +22,7 @@ from kernels.quantize import quantize_fp8
 from load import model as load_module
 from scripts import convert
 from settings import Settings
-from snapshot.config import read_config
+from snapshot.config_file import read_config
 from snapshot.dense import DenseTensors, read_float_tensor, read_stored_weight
 from snapshot.index import read_header, read_index
 from snapshot.reader import FileReader

@@ -21,7 +21,7 @@ from server.http_service import HttpService
 from server.transport.access_control import AccessControl
 from server.transport.http_server import HttpServer, open_socket
 from settings import EMBEDDED_SNAPSHOT, Settings
-from snapshot.config import read_config
+from snapshot.config_file import read_config
 from tests.support.server_process import CHAT, COMPLETIONS, HttpClient, wait_for
 from text.tokenizer import TextTokenizer
 

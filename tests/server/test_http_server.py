@@ -9,7 +9,7 @@ from errors import Refused
 from modes.serve import KV_SHARE, open_server
 from server.transport.http_server import open_socket
 from settings import EMBEDDED_SNAPSHOT, Settings
-from snapshot.config import read_config
+from snapshot.config_file import read_config
 from tests.support.server_process import CHAT, COMPLETIONS, CONTEXT, complete
 from text.prompt import PromptPrefix
 from text.tokenizer import TextTokenizer

@@ -19,7 +19,7 @@ from server.stdio import frames as stdio_frames
 from server.stdio import pipe_server
 from server.stdio.pipe_server import hit_rate_since, run_pipe_server
 from settings import EMBEDDED_SNAPSHOT, Settings
-from snapshot.config import read_config
+from snapshot.config_file import read_config
 from tests.conftest import read_json
 from tests.support.forked import environment, forker, start_colibri
 from text.prompt import PromptPrefix

@@ -8,8 +8,8 @@ from importlib import import_module
 import pytest
 
 from errors import Refused
-from snapshot.config import read_config
 from snapshot.config_fields import ConfigFields
+from snapshot.config_file import read_config
 from tests.conftest import FAMILIES, FIXTURES, read_json
 
 KNOWN = "deepseek_v3, deepseek_v32, glm4_moe, glm4_moe_lite, glm_moe_dsa, gpt_oss, mixtral, olmoe, qwen3_moe"
@@ -68,7 +68,7 @@ def test_any_value_under_any_key_is_accepted_or_refused(name):
             asked.add(key)
             return super().get(key, *default)
 
-    family = import_module(f"snapshot.families.{original['model_type']}").FAMILY
+    family = import_module(f"snapshot.families.{original['model_type']}")
     family.parse_config(ConfigFields(RecordingDict(original), "config.json"))
     rope, numbers = original["rope_parameters"], 0
     yarn = ("type", "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")

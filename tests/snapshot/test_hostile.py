@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from snapshot.config import read_config
 from snapshot.config_fields import ConfigFields
+from snapshot.config_file import read_config
 from snapshot.families import glm_moe_dsa
 from snapshot.index import INDEX_FILE, MAX_HEADER_BYTES, read_header
 from snapshot.reader import MAX_TEXT_BYTES

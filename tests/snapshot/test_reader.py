@@ -15,7 +15,7 @@ from experts.disk import ExpertDisk, layout_expert
 from experts.drive import Drive, DriveSpeed
 from machine.arena import Arena
 from snapshot import reader as reader_module
-from snapshot.config import read_config
+from snapshot.config_file import read_config
 from snapshot.index import TensorEntry, read_index
 from snapshot.reader import O_DIRECT, PAGE, FileReader, align_to_page
 from tests.conftest import FIXTURES

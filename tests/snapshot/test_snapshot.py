@@ -288,7 +288,7 @@ def test_a_config_that_is_no_json_object(load, folder, text):
 
 
 def config_of(folder, **fields):
-    from snapshot.config import read_config
+    from snapshot.config_file import read_config
 
     change(folder, **fields)
     return read_config(folder)[0]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from errors import MAX_LINE, Refused
 from load.model import load_model, open_snapshot
 from settings import Settings
-from snapshot.config import read_config
+from snapshot.config_file import read_config
 from snapshot.index import INDEX_FILE
 from tests.conftest import FIXTURES, read_json
 from text.tokenizer import TextTokenizer

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from settings import EMBEDDED_SNAPSHOT
-from snapshot.config import read_config
+from snapshot.config_file import read_config
 from text.tokenizer import TextTokenizer
 
 CONFIG = read_config(EMBEDDED_SNAPSHOT)[0]

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from settings import EMBEDDED_SNAPSHOT
-from snapshot.config import read_config
+from snapshot.config_file import read_config
 from tests.conftest import read_json
 from tests.support.hostile import TEXT_FILES, dump, few, odd, opened, refused, replaced, text_of
 from text.tokenizer import TextTokenizer

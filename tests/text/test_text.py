@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from errors import Refused
 from settings import EMBEDDED_SNAPSHOT
-from snapshot.config import read_config
+from snapshot.config_file import read_config
 from text.detokenizer import Detokenizer
 from text.prompt import PromptPrefix
 from text.tokenizer import TextTokenizer
