@@ -55,13 +55,13 @@ from bench.infer_run import SEED, InferBench
 from bench.peaks import find_machine_peaks, measure_drives
 from dev.replay_trace import import_pyplot
 from errors import Refused, printable
-from forward.finite import NonFinite
 from kernels import dispatch
 from load.model import DEFAULT_CONTEXT, load_model, open_snapshot, snapshot_folder
 from machine.console import say
+from machine.exit import exit_code
 from machine.threads import num_threads
 from modes.reference import read_reference, reference_path
-from modes.run import announce
+from modes.run import run_mode
 from scripts.options import OneLineParser, number_from, whole_from
 from settings import Settings
 from snapshot.config_file import read_config
@@ -124,9 +124,10 @@ def make_parser():
 
 
 def open_with_rows(settings, prompt, decode, num_rows):
-    """-> Opened, with memory for the KV caches of all rows and of the prompt they are cloned from."""
+    """-> OpenedSnapshot with memory for the KV caches of all rows and of the prompt they are cloned from."""
     try:
-        return open_snapshot(replace(settings, ctx=prompt + num_rows * (prompt + decode)))
+        opened = open_snapshot(replace(settings, ctx=prompt + num_rows * (prompt + decode)))
+        return replace(opened, notices=[line for line in opened.notices if not line.startswith("[ctx]")])
     except Refused as error:
         if "does not fit" not in str(error):
             raise
@@ -138,8 +139,6 @@ def run(args):
     if args.plot and not args.plot.resolve().parent.is_dir():
         raise Refused(f"--plot {printable(str(args.plot))}: its folder does not exist")
     settings = replace(Settings.read(args.arguments, draft="0"), usage=False)
-    for notice in settings.notices:
-        say(notice)
     prompt, decode, limit = fit(args, read_config(snapshot_folder(settings))[0], settings)
     threads = settings.threads or num_threads()
     # Before the model takes its memory: plain reads of memory need some, too.
@@ -147,13 +146,13 @@ def run(args):
     peaks = find_machine_peaks(threads, args.device_name, args.peak_flops, args.peak_bandwidth)
     if args.device_name is not None and None in (peaks.flops, peaks.bandwidth):
         say(f"[peaks] {printable(args.device_name)} is not known; --peak-flops and --peak-bandwidth say what it can do")
-    opened = open_with_rows(settings, prompt, decode, args.batches[-1])
-    try:
-        announce(replace(opened, notices=[line for line in opened.notices if not line.startswith("[ctx]")]))
+
+    def mode(settings, opened):
         ids, source = make_prompt(opened, settings, prompt)
         measure(args, settings, load_model(settings, opened), peaks, ids, source, decode, limit, pyplot)
-    finally:
-        opened.close()
+        return 0
+
+    return run_mode("infer_bench", settings, mode, lambda s: open_with_rows(s, prompt, decode, args.batches[-1]))
 
 
 def measure(args, settings, loaded, peaks, ids, source, decode, limit, pyplot):
@@ -242,21 +241,7 @@ def sweep(bench, args, decode):
 
 
 def main(arguments=None):
-    try:
-        run(make_parser().parse_args(arguments))
-        return 0
-    except Refused as error:
-        print(f"infer_bench: {error}", file=sys.stderr)
-    except OSError as error:
-        where = f"{printable(str(error.filename))}: " if error.filename else ""
-        print(f"infer_bench: {where}{error.strerror or error}", file=sys.stderr)
-    except NonFinite as error:
-        print(f"infer_bench: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("\ninfer_bench: interrupted", file=sys.stderr)
-        return 130
-    return 2
+    return exit_code("infer_bench", lambda: run(make_parser().parse_args(arguments)), "interrupted")
 
 
 if __name__ == "__main__":

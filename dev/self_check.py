@@ -12,6 +12,7 @@ ids are equal, 1 with the first difference when they are not, 2 for bad usage or
 import argparse
 import sys
 import time
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -23,10 +24,11 @@ from generate.draft import Drafter
 from generate.draft_length import DraftLength
 from generate.engine import Engine, naive_generate
 from generate.sampler import Sampler
-from load.model import load_model, open_snapshot
-from machine.console import say, say_warnings
+from load.model import load_model
+from machine.console import say
+from machine.exit import exit_code
 from modes.reference import read_reference, reference_path
-from modes.run import announce
+from modes.run import run_mode
 from settings import Settings
 
 
@@ -39,10 +41,8 @@ def timed(work):
 
 def first_difference(ids, expected):
     """Where two lists of ids differ first, in words; None where they are equal."""
-    for i, (a, b) in enumerate(zip(ids, expected, strict=True)):
-        if a != b:
-            return f"token {i} is {a}, a full forward gives {b}"
-    return None
+    pairs = enumerate(zip(ids, expected, strict=True))
+    return next((f"token {i} is {a}, a full forward gives {b}" for i, (a, b) in pairs if a != b), None)
 
 
 def check(settings, opened, num_rows, num_tokens):
@@ -82,20 +82,14 @@ def main(arguments=None):
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("sizes", nargs="*", default=[], help="cap, expert_bits, dense_bits as of colibri.py")
     args = parser.parse_args(arguments)
-    try:
+
+    def run():
         if args.rows < 1 or args.tokens < 1:
             raise Refused("--rows and --tokens must be 1 or more")
-        settings = Settings.read(args.sizes)
-        opened = open_snapshot(settings)
-        try:
-            announce(opened)
-            say_warnings()
-            return check(settings, opened, args.rows, args.tokens)
-        finally:
-            opened.close()
-    except Refused as error:
-        print(f"self_check: {error}", file=sys.stderr)
-        return 2
+        mode = partial(check, num_rows=args.rows, num_tokens=args.tokens)
+        return run_mode("self_check", Settings.read(args.sizes), mode)
+
+    return exit_code("self_check", run)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ with the number. 2: bad usage or a bad snapshot. The first round is always compl
 """
 
 import argparse
-import math
 import random
 import subprocess
 import sys
@@ -41,8 +40,10 @@ from generate.sampler import Sampler
 from generate.score import ScoreRequest, score_requests
 from load.model import LoadedModel, load_model, open_snapshot
 from machine.console import say
+from machine.exit import exit_code
 from machine.memory import rss_bytes
 from modes.run import announce
+from scripts.options import number_from
 from settings import Settings
 
 SYNTHETIC = Path(__file__).resolve().parent / "make_synthetic.py"
@@ -285,28 +286,22 @@ def soak_folder(args: argparse.Namespace, folder: Path) -> str:
     return verdict
 
 
-def limit(text: str) -> float:
-    """Parse minutes or GB: a number, 0 or above."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = -1
-    if not 0 <= number < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a number, 0 or above")
-    return number
-
-
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=limit, default=30, help="default 30")
+    parser.add_argument("--minutes", type=number_from(0), default=30, help="default 30")
     parser.add_argument("--snap", type=Path, metavar="DIR", help="a snapshot; by default a synthetic one")
-    parser.add_argument("--ram", type=limit, default=0, metavar="GB", help="the budget")
+    parser.add_argument("--ram", type=number_from(0), default=0, metavar="GB", help="the budget")
     parser.add_argument("--seed", type=int, default=1, help="of the prompts, default 1")
     return parser
 
 
 def main(arguments: list[str] | None = None) -> int:
     args = make_parser().parse_args(arguments)
+    return exit_code("soak", lambda: soak_with(args), "interrupted")
+
+
+def soak_with(args: argparse.Namespace) -> int:
+    """Soak the model of the options, and print the verdict -> exit code."""
     try:
         if args.snap:
             verdict = soak_folder(args, args.snap)
@@ -322,12 +317,6 @@ def main(arguments: list[str] | None = None) -> int:
     except (SoakFailure, AssertionError, NonFinite) as error:
         print(f"soak: FAILED: {error}")
         return 1
-    except Refused as error:
-        print(f"soak: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("soak: interrupted", file=sys.stderr)
-        return 130
 
 
 if __name__ == "__main__":

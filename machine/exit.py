@@ -17,8 +17,11 @@ def terminate(number: int, frame: FrameType | None) -> None:
     raise Terminated
 
 
-def exit_code(program: str, work: Callable[[], int]) -> int:
-    """-> the exit code of `work`, or that of the error that ended it; `program` begins the line on stderr."""
+def exit_code(program: str, work: Callable[[], int], interrupted: str = "") -> int:
+    """-> the exit code of `work`, or that of the error that ended it; `program` begins the line on stderr.
+
+    interrupted: the line for an interrupt, by default none.
+    """
     signal.signal(signal.SIGTERM, terminate)
     try:
         code = work()
@@ -28,13 +31,16 @@ def exit_code(program: str, work: Callable[[], int]) -> int:
         print(f"{program}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as error:
+        if interrupted:
+            print(f"\n{program}: {interrupted}", file=sys.stderr)
         return 143 if isinstance(error, Terminated) else 130
     except BrokenPipeError:
         discard_stdout()
         return 141
     except OSError as error:
-        # A folder without permission, a name too long, a full disk behind stdout.
-        discard_stdout()
+        # A folder without permission, a name too long, a full disk; that of stdout has no name.
+        if not error.filename:
+            discard_stdout()
         where = f"{error.filename}: " if error.filename else ""
         print(f"{program}: {Refused(where + (error.strerror or str(error)))}", file=sys.stderr)
         return 2

