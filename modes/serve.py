@@ -73,7 +73,7 @@ def run_http(settings: Settings, opened: OpenedSnapshot) -> None:
             service.is_closing = True
             scheduler.close()
 
-        with service:
+        with service.worker:
             HttpServer(app, close, announce).run(sockets=[sock])
 
 

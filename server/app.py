@@ -94,14 +94,14 @@ class Routes:
         return await asyncio.get_running_loop().run_in_executor(self.service.worker, parse_and_read)
 
     async def chat_completions(self, request: Request) -> Response:
-        chat, params = await self.read_request(request, read_chat_request)
-        generation = Generation(self.service, [chat.ids], params, chat.make_reply_parser)
+        ids, make_parser, params = await self.read_request(request, read_chat_request)
+        generation = Generation(self.service, [ids], params, make_parser)
         return await respond(request, ChatResponseBuilder(generation))
 
     async def completions(self, request: Request) -> Response:
-        asked = await self.read_request(request, read_completion_request)
-        generation = Generation(self.service, [prompt.ids for prompt in asked.prompts], asked.params, ReplyParser)
-        return await respond(request, CompletionResponseBuilder(generation, asked.prompts if asked.echo else None))
+        prompts, params, echo = await self.read_request(request, read_completion_request)
+        generation = Generation(self.service, [prompt.ids for prompt in prompts], params, ReplyParser)
+        return await respond(request, CompletionResponseBuilder(generation, prompts if echo else None))
 
     async def models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self.service.model_entry()]})
@@ -135,7 +135,7 @@ def read_tokenize_request(fields: RequestFields, service: HttpService) -> tuple[
     """Tokenize a prompt, or messages as of a chat -> (ids, whether the text of each is wanted)."""
     with_texts = fields.flag("return_token_strs", False)
     if "messages" in fields.values:
-        ids = read_chat_prompt(fields, service).ids
+        ids, _ = read_chat_prompt(fields, service)
     else:
         ids = service.tokenizer.encode(fields.text("prompt"))
         if fields.flag("add_special_tokens", True):

@@ -3,14 +3,14 @@
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
 
-from generate.request import ActiveRequest, Event, Finished, NewToken, Prefilled, QueueFull, Request, Started
+from generate.request import ActiveRequest, Event, Finished, NewToken, Prefilled, QueueFull, Started
 from server.http_service import HttpService
 from server.openai.api_error import ApiError, JsonObject
-from server.openai.choice_stream import ChoiceDelta, ChoiceStream, Parser
+from server.openai.choice_stream import ChoiceDelta, ChoiceStream, MakeParser
 from server.openai.sampling_params import SamplingParams
 
 RETRY_SECONDS = 0.2  # after which a full queue is tried again
@@ -20,17 +20,16 @@ Update = tuple[int, ChoiceDelta | Prefilled]
 
 
 class Generation:
-    """Each prompt is one request to the engine, of `params.n` sequences: choice prompt * n + row. Prompts that have no
+    """Each prompt is one request to the engine, of `n` sequences: choice prompt * n + row. Prompts that have no
     room in the queue are submitted while others end."""
 
-    def __init__(
-        self, service: HttpService, prompts: list[list[int]], params: SamplingParams, make_parser: Callable[[], Parser]
-    ):
+    def __init__(self, service: HttpService, prompts: list[list[int]], params: SamplingParams, make_parser: MakeParser):
         self.service = service
         self.params = params
         self.prompts = prompts
+        self.n = params.request.num_samples
         self.choices = [
-            ChoiceStream(service.tokenizer, params.stop_strings, make_parser()) for _ in range(len(prompts) * params.n)
+            ChoiceStream(service.tokenizer, params.stop_strings, make_parser()) for _ in range(len(prompts) * self.n)
         ]
         self.loop = asyncio.get_running_loop()
         self.has_event = asyncio.Event()
@@ -51,7 +50,8 @@ class Generation:
         while self.waiting:
             prompt = self.waiting[0]
             try:
-                request = self.make_request(prompt)
+                seed = self.service.next_seed() if self.params.seed is None else self.params.seed
+                request = self.service.make_request(self.params.request, self.prompts[prompt], seed)
                 self.active[prompt] = self.service.scheduler.submit(request, partial(self.queue_event, prompt))
             except QueueFull as full:
                 if self.active:
@@ -65,21 +65,6 @@ class Generation:
             except RuntimeError:
                 raise shutting_down() from None
             self.waiting.popleft()
-
-    def make_request(self, prompt: int) -> Request:
-        params = self.params
-        return self.service.make_request(
-            self.prompts[prompt],
-            params.max_tokens,
-            params.temperature,
-            params.top_p,
-            self.service.next_seed() if params.seed is None else params.seed,
-            top_k=params.top_k,
-            num_samples=params.n,
-            top_logprobs=params.top_logprobs,
-            prompt_logprobs=params.prompt_logprobs,
-            conversation=params.conversation,
-        )
 
     def queue_event(self, prompt: int, event: Event) -> None:
         """Queue an event; the engine's thread calls this."""
@@ -139,10 +124,10 @@ class Generation:
             self.service.metrics.prompt_started(len(self.prompts[prompt]), event.cached_tokens)
             return
         if isinstance(event, Prefilled):
-            if self.params.prompt_logprobs:
+            if self.params.request.prompt_logprobs:
                 yield prompt, event
             return
-        number = prompt * self.params.n + event.row
+        number = prompt * self.n + event.row
         choice = self.choices[number]
         if choice.is_finished:
             return

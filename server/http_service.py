@@ -27,22 +27,15 @@ class HttpService(Service):
         self.folder: Path = loaded.folder
         self.model_id = Path(os.path.abspath(loaded.folder)).name
         self.vocab_size: int = loaded.config.vocab_size
-        self.saves_conversations: bool = settings.kvsave
         self.created = int(time.time())
         self.request_numbers = itertools.count(1)
         self.is_closing = False
         # Tokenizing may take a while: a thread does it, so that the event loop goes on meanwhile.
         self.worker = ThreadPoolExecutor(1, "tokenizer")
 
-    def __enter__(self) -> "HttpService":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.worker.shutdown()
-
     def next_seed(self) -> int:
         """Return the seed of a request that names none."""
-        return self.seed + next(self.request_numbers) * SEED_STEP
+        return self.settings.seed + next(self.request_numbers) * SEED_STEP
 
     def check_length(self, ids: list[int]) -> None:
         """ApiError unless the context has room for the prompt and one more token."""

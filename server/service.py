@@ -1,7 +1,7 @@
-"""Service: what requests over HTTP and stdio need of the loaded model, and the server's defaults."""
+"""Service: what requests over HTTP and stdio need of the loaded model."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from dataclasses import replace
 
 from generate.request import Request
 from generate.scheduler import Scheduler
@@ -19,6 +19,7 @@ class Service:
     def __init__(
         self, settings: Settings, loaded: LoadedModel, scheduler: Scheduler, tokenizer: TextTokenizer, say: Say
     ):
+        self.settings = settings
         self.scheduler = scheduler
         self.tokenizer = tokenizer
         self.say = say
@@ -26,25 +27,11 @@ class Service:
         self.num_slots: int = scheduler.statistics()["slots"]
         self.stop_ids = all_stop_ids(loaded.config, tokenizer)
         self.prefix = PromptPrefix(loaded.config, tokenizer, settings.prefix)
-        self.temperature: float = settings.temp
-        self.top_p: float = settings.nucleus
-        self.seed: int = settings.seed
-        self.think: bool = settings.think
-        self.max_tokens: int | None = settings.ngen if settings.ngen < 1 << 31 else None
         if self.prefix.notice:
             say(self.prefix.notice)
 
-    def make_request(
-        self, ids: Sequence[int], max_tokens: int | None, temperature: float, top_p: float, seed: int, **options: Any
-    ) -> Request:
-        """Return the engine's Request, of at most as many tokens as have room behind the prompt."""
-        room = max_answer_tokens(len(ids), self.context)
-        return Request(
-            tuple(ids),
-            max_tokens=room if max_tokens is None else min(max_tokens, room),
-            temperature=float(temperature),
-            nucleus=float(top_p),
-            seed=seed % 2**64,
-            stop_ids=self.stop_ids,
-            **options,
-        )
+    def make_request(self, template: Request, ids: list[int], seed: int) -> Request:
+        """Return the template with a prompt, and at most as many tokens as have room behind it."""
+        max_tokens = min(template.max_tokens, max_answer_tokens(len(ids), self.context))
+        stop_ids = self.stop_ids
+        return replace(template, prompt_ids=tuple(ids), max_tokens=max_tokens, seed=seed % 2**64, stop_ids=stop_ids)

@@ -28,7 +28,7 @@ def read_message(fields: RequestFields, template: ChatTemplate) -> JsonObject:
         reasoning = fields.text("reasoning_content", None)
         message["reasoning_content"] = reasoning or fields.text("reasoning", None)
         message["tool_calls"] = [read_tool_call(call) for call in fields.objects("tool_calls")] or None
-        fields.require_neutral("annotations", [])
+        fields.require_neutral(annotations=[])
     elif role == "tool":
         message["tool_call_id"] = fields.text("tool_call_id", None)
     fields.refuse_unread()
@@ -87,7 +87,7 @@ def read_tools(fields: RequestFields) -> tuple[list[JsonObject], dict[str, JsonO
             function.refuse_value("name", "expected a name that no other tool has")
         function.text("description", None)
         # Strict schemas would need sampling that is constrained by a grammar.
-        function.require_neutral("strict", False)
+        function.require_neutral(strict=False)
         schema = function.values.pop("parameters", {})
         if not isinstance(schema, dict) or not isinstance(schema.get("properties") or {}, dict):
             function.refuse_value("parameters", "expected a JSON schema")

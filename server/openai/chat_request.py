@@ -1,63 +1,45 @@
 """A request to /v1/chat/completions: the prompt that the chat template makes of it, and how to parse the answer."""
 
-import json
-from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
 
 from errors import Refused
 from server.http_service import HttpService
 from server.openai.api_error import ApiError, JsonObject
 from server.openai.chat_messages import read_messages, read_tool_choice, read_tools
-from server.openai.choice_stream import Parser
+from server.openai.choice_stream import MakeParser
 from server.openai.request_fields import RequestFields, check_texts
 from server.openai.sampling_params import MAX_TOP_LOGPROBS, WITHOUT_EFFECT, SamplingParams, read_sampling_params
 from text.chat_template import ChatTemplate
 from text.harmony import CHANNEL, MESSAGE, HarmonyParser
 from text.reply import THINK, THINK_END, ReplyParser
-from text.tool_calls import CALL_END, CALL_START, KEY, ToolSchemas
+from text.tool_calls import CALL_END, CALL_START, KEY, dump_json
 
 REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 RESERVED_VARIABLES = ("add_generation_prompt", "documents", "messages", "tools")
 
 
-@dataclass(frozen=True)
-class RenderedChat:
-    """The conversation, rendered up to the assistant's turn."""
-
-    ids: list[int]
-    reasoning: str  # as of ReplyParser, or harmony
-    tools: ToolSchemas
-    one_call: bool
-    answer_prefix: str  # the start of the answer, where the prompt holds it: of a tool call that is required
-
-    def make_reply_parser(self) -> Parser:
-        if self.reasoning == "harmony":
-            return HarmonyParser(self.tools, self.one_call, self.answer_prefix)
-        return ReplyParser(self.reasoning, self.tools, self.one_call, self.answer_prefix)
-
-
-def read_chat_request(fields: RequestFields, service: HttpService) -> tuple[RenderedChat, SamplingParams]:
+def read_chat_request(fields: RequestFields, service: HttpService) -> tuple[list[int], MakeParser, SamplingParams]:
+    """Return (the ids of the prompt, the constructor of the answers' parsers, the sampling parameters)."""
     with_logprobs = fields.flag("logprobs", False)
     top_logprobs = fields.whole("top_logprobs", None, 0, MAX_TOP_LOGPROBS)
     if top_logprobs is not None and not with_logprobs:
         fields.refuse_value("top_logprobs", "needs logprobs to be true")
-    limits = [fields.whole(name, None, 1, 1 << 62) for name in ("max_completion_tokens", "max_tokens")]
-    max_tokens = min((limit for limit in (*limits, service.max_tokens) if limit is not None), default=None)
+    ngen = service.settings.ngen
+    max_tokens = min(ngen, *(fields.whole(name, ngen, 1, 1 << 62) for name in ("max_completion_tokens", "max_tokens")))
     top_logprobs = (top_logprobs or 0) if with_logprobs else None
     params = read_sampling_params(fields, service, max_tokens, top_logprobs, prompt_logprobs=False)
-    fields.require_neutral("service_tier", "auto", "default")
-    fields.require_neutral("store", False)
-    fields.require_neutral("modalities", ["text"])
-    fields.require_neutral("response_format", {"type": "text"})
-    fields.require_neutral("verbosity", "medium")
-    one_call = not fields.flag("parallel_tool_calls", True)
-    chat = read_chat_prompt(fields, service)
+    fields.require_neutral(service_tier=("auto", "default"), store=False, modalities=["text"])
+    fields.require_neutral(response_format={"type": "text"}, verbosity="medium")
+    ids, make_parser = read_chat_prompt(fields, service, one_call=not fields.flag("parallel_tool_calls", True))
     fields.refuse_unread(WITHOUT_EFFECT)
-    return replace(chat, one_call=one_call or chat.one_call), params
+    return ids, make_parser, params
 
 
-def read_chat_prompt(fields: RequestFields, service: HttpService) -> RenderedChat:
-    """Read the messages, the tools and the variables of the chat template, and render them."""
+def read_chat_prompt(
+    fields: RequestFields, service: HttpService, one_call: bool = False
+) -> tuple[list[int], MakeParser]:
+    """Read the messages, the tools and the variables of the chat template, and render them up to the assistant's turn.
+    one_call: parse nothing after the first tool call."""
     try:
         template = service.tokenizer.template
     except Refused as error:
@@ -83,14 +65,15 @@ def read_chat_prompt(fields: RequestFields, service: HttpService) -> RenderedCha
     if not ids:
         fields.refuse_value("messages", "the chat template makes no token of them")
     service.check_length(ids)
-    reasoning = find_reasoning(text, template, answer_prefix)
-    one_call = isinstance(tool_choice, list)
-    return RenderedChat(ids, reasoning, schemas, one_call, answer_prefix)
+    arguments = (schemas, one_call or isinstance(tool_choice, list), answer_prefix)
+    if CHANNEL in template.source:
+        return ids, partial(HarmonyParser, *arguments)
+    return ids, partial(ReplyParser, "off" if answer_prefix else find_reasoning(text, template), *arguments)
 
 
 def read_template_variables(fields: RequestFields, service: HttpService, template: ChatTemplate) -> JsonObject:
     """Return the variables of the chat template other than messages and tools."""
-    variables: JsonObject = {"enable_thinking": service.think}
+    variables: JsonObject = {"enable_thinking": service.settings.think}
     effort = fields.one_of("reasoning_effort", REASONING_EFFORTS, None)
     if effort is not None:
         if not {"enable_thinking", "reasoning_effort"} & template.variables:
@@ -99,7 +82,7 @@ def read_template_variables(fields: RequestFields, service: HttpService, templat
     enabled = fields.flag("enable_thinking", None)
     if enabled is not None:
         variables["enable_thinking"] = enabled
-    more: Any = fields.values.pop("chat_template_kwargs", {})
+    more = fields.values.pop("chat_template_kwargs", {})
     check_texts(more, "chat_template_kwargs")
     if not isinstance(more, dict) or not more.keys().isdisjoint(RESERVED_VARIABLES):
         fields.refuse_value("chat_template_kwargs", f"expected an object without {', '.join(RESERVED_VARIABLES)}")
@@ -126,7 +109,7 @@ def call_prefix(tool_format: str, tool_choice: str | list[str], schemas: dict[st
         if not name:
             return CALL_START
         return CALL_START + name + (KEY if schemas[name].get("properties") else CALL_END)
-    name_json = f'{json.dumps(name, ensure_ascii=False)}, "arguments": {{' if name else '"'
+    name_json = f'{dump_json(name)}, "arguments": {{' if name else '"'
     return f'{CALL_START}\n{{"name": {name_json}'
 
 
@@ -141,13 +124,8 @@ def encode_with_prefix(
     return text, service.prefix.prepend(ids)
 
 
-def find_reasoning(text: str, template: ChatTemplate, answer_prefix: str) -> str:
-    """Return whether the answer begins with reasoning, by the end of the prompt: an argument of ReplyParser, or
-    harmony."""
-    if CHANNEL in template.source:
-        return "harmony"
-    if answer_prefix:
-        return "off"
+def find_reasoning(text: str, template: ChatTemplate) -> str:
+    """Return whether the answer begins with reasoning, by the end of the prompt, as of ReplyParser."""
     end = text.rstrip()
     if end.endswith(THINK):
         return "open"

@@ -1,6 +1,6 @@
 """One choice (answer) while it is generated: token ids -> segments of text, with log-probabilities."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from generate.request import NewToken
@@ -13,6 +13,7 @@ from text.stream_parser import TextSegment
 from text.tokenizer import TextTokenizer
 
 Parser = ReplyParser | HarmonyParser
+MakeParser = Callable[[], Parser]
 
 
 @dataclass(slots=True)

@@ -18,25 +18,18 @@ class CompletionPrompt:
     num_prefix: int  # ids of the family's prefix that were put in front
 
 
-@dataclass(frozen=True)
-class CompletionRequest:
-    prompts: list[CompletionPrompt]
-    params: SamplingParams
-    echo: bool
-
-
-def read_completion_request(fields: RequestFields, service: HttpService) -> CompletionRequest:
-    max_tokens = fields.whole("max_tokens", DEFAULT_MAX_TOKENS, 0, 1 << 62)
-    if service.max_tokens is not None:
-        max_tokens = min(max_tokens, service.max_tokens)
+def read_completion_request(
+    fields: RequestFields, service: HttpService
+) -> tuple[list[CompletionPrompt], SamplingParams, bool]:
+    """Return (the prompts, the sampling parameters, whether the prompts are echoed in front of the answers)."""
+    max_tokens = min(fields.whole("max_tokens", DEFAULT_MAX_TOKENS, 0, 1 << 62), service.settings.ngen)
     top_logprobs = fields.whole("logprobs", None, 0, MAX_TOP_LOGPROBS)
     echo = fields.flag("echo", False)
     params = read_sampling_params(fields, service, max_tokens, top_logprobs, echo and top_logprobs is not None)
-    fields.require_neutral("best_of", params.n)
-    fields.require_neutral("suffix", "")
+    fields.require_neutral(best_of=params.request.num_samples, suffix="")
     prompts = read_prompts(fields, service)
     fields.refuse_unread(WITHOUT_EFFECT)
-    return CompletionRequest(prompts, params, echo)
+    return prompts, params, echo
 
 
 def read_prompts(fields: RequestFields, service: HttpService) -> list[CompletionPrompt]:

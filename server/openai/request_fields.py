@@ -64,11 +64,12 @@ class RequestFields(FieldReader):
             self.refuse_value(name, f"expected {expected}")
         return [RequestFields(value, f"{self.label(name)}[{at}]") for at, value in enumerate(values or ())]
 
-    def require_neutral(self, name: str, *neutral: Any) -> None:
-        """Refuse a field unless its value asks for nothing."""
-        value = self.find(name)
-        if value is not None and value not in neutral:
-            self.refuse_unsupported(name)
+    def require_neutral(self, **neutral: Any) -> None:
+        """Refuse each field unless its value asks for nothing: the neutral value, or one of a tuple of them."""
+        for name, values in neutral.items():
+            value = self.find(name)
+            if value is not None and value not in (values if isinstance(values, tuple) else (values,)):
+                self.refuse_unsupported(name)
 
     def refuse_unread(self, ignored: Collection[str] = ()) -> None:
         for name in self.values:

@@ -20,7 +20,7 @@ class ResponseBuilder:
 
     def __init__(self, generation: Generation):
         self.generation = generation
-        self.with_logprobs = generation.params.top_logprobs is not None
+        self.with_logprobs = generation.params.request.top_logprobs is not None
         self.formatter = LogprobFormatter(generation.service.tokenizer)
         self.id = f"{self.id_prefix}-{secrets.token_hex(12)}"
         self.created = int(time.time())
@@ -117,7 +117,7 @@ class CompletionResponseBuilder(ResponseBuilder):
     def __init__(self, generation: Generation, echoed: list[CompletionPrompt] | None):
         super().__init__(generation)
         self.echoed = echoed
-        self.n = generation.params.n
+        self.n = generation.n
         self.texts = [""] * len(generation.choices)
 
     def start_chunks(self) -> list[JsonObject]:

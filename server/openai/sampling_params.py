@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from generate.request import Request
 from server.http_service import HttpService
 from server.openai.request_fields import RequestFields
 
@@ -16,51 +17,42 @@ WITHOUT_EFFECT = ("user", "metadata", "safety_identifier", "prompt_cache_retenti
 
 @dataclass(frozen=True)
 class SamplingParams:
-    max_tokens: int | None  # None: as many as have room in the context
-    temperature: float
-    top_p: float
-    top_k: int
-    seed: int | None
-    n: int
+    request: Request  # a template: its prompt is empty
+    seed: int | None  # None: each prompt gets a seed of its own
     stop_strings: tuple[str, ...]
-    top_logprobs: int | None  # None: no log-probabilities
-    prompt_logprobs: bool
     is_stream: bool
     includes_usage: bool  # at the end of a stream
-    conversation: str | None  # whose KV slot is kept, and saved
 
 
 def read_sampling_params(
-    fields: RequestFields, service: HttpService, max_tokens: int | None, top_logprobs: int | None, prompt_logprobs: bool
+    fields: RequestFields, service: HttpService, max_tokens: int, top_logprobs: int | None, prompt_logprobs: bool
 ) -> SamplingParams:
     n = fields.whole("n", 1, 1, 1 << 20)
     if n > service.num_slots:
         fields.refuse_value("n", f"this server generates at most {service.num_slots} choices at once (KV_SLOTS)")
     is_stream = fields.flag("stream", False)
-    params = SamplingParams(
-        max_tokens=max_tokens,
-        temperature=fields.number("temperature", service.temperature, 0, 2),
-        top_p=read_top_p(fields, service),
+    request = Request(
+        (),
+        max_tokens,
+        temperature=fields.number("temperature", service.settings.temp, 0, 2),
+        nucleus=read_top_p(fields, service),
         top_k=fields.whole("top_k", 0, 0, 1 << 31),
-        seed=fields.whole("seed", None, -(2**63), 2**64 - 1),
-        n=n,
-        stop_strings=read_stop_strings(fields),
+        num_samples=n,
         top_logprobs=top_logprobs,
         prompt_logprobs=prompt_logprobs,
-        is_stream=is_stream,
-        includes_usage=read_stream_options(fields, is_stream),
         conversation=read_conversation(fields, service),
     )
-    fields.require_neutral("frequency_penalty", 0)
-    fields.require_neutral("presence_penalty", 0)
-    fields.require_neutral("logit_bias", {})
-    return params
+    seed = fields.whole("seed", None, -(2**63), 2**64 - 1)
+    stop_strings = read_stop_strings(fields)
+    includes_usage = read_stream_options(fields, is_stream)
+    fields.require_neutral(frequency_penalty=0, presence_penalty=0, logit_bias={})
+    return SamplingParams(request, seed, stop_strings, is_stream, includes_usage)
 
 
 def read_top_p(fields: RequestFields, service: HttpService) -> float:
     """Return top_p. 0 asks for the most likely token alone; to the sampler 0 would be no limit."""
     top_p = fields.number("top_p", None, 0, 1)
-    return service.top_p if top_p is None else max(top_p, SMALLEST_TOP_P)
+    return service.settings.nucleus if top_p is None else max(top_p, SMALLEST_TOP_P)
 
 
 def read_conversation(fields: RequestFields, service: HttpService) -> str | None:
@@ -68,7 +60,7 @@ def read_conversation(fields: RequestFields, service: HttpService) -> str | None
     name = fields.text("prompt_cache_key", None)
     if name is not None and len(name) > MAX_CACHE_KEY_LENGTH:
         fields.refuse_value("prompt_cache_key", f"expected at most {MAX_CACHE_KEY_LENGTH} characters")
-    return name if service.saves_conversations else None
+    return name if service.settings.kvsave else None
 
 
 def read_stop_strings(fields: RequestFields) -> tuple[str, ...]:
@@ -89,6 +81,6 @@ def read_stream_options(fields: RequestFields, is_stream: bool) -> bool:
         fields.refuse_value("stream_options", "needs stream to be true")
     options = fields.object("stream_options")
     includes_usage = options.flag("include_usage", False)
-    options.require_neutral("include_obfuscation", False)
+    options.require_neutral(include_obfuscation=False)
     options.refuse_unread()
     return includes_usage

@@ -7,7 +7,7 @@ stands in an answer.
 import queue
 import select
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import BinaryIO
 
 from errors import Refused
@@ -46,17 +46,11 @@ def run_pipe_server(
 class PipeSlot:
     """The conversation of a slot: its text, and the messages where it is a chat."""
 
-    number: int
     detokenizer: Detokenizer  # of the answer; half a character may wait in it for MORE
     messages: list[Message] = field(default_factory=list)  # up to the one that is answered
     starts_in_reasoning: bool = False
     request: Request | None = None  # the last one
     ids: list[int] = field(default_factory=list)  # prompt and answer
-
-    def messages_with_answer(self) -> list[Message]:
-        if not self.messages:
-            return []
-        return [*self.messages, assistant_message(self.detokenizer.text, self.starts_in_reasoning)]
 
 
 @dataclass(slots=True)
@@ -77,7 +71,6 @@ class PipeServer(Service):
     def __init__(self, loaded: LoadedModel, scheduler: Scheduler, stdout: BinaryIO, settings: Settings):
         super().__init__(settings, loaded, scheduler, TextTokenizer(loaded.folder, loaded.config), say)
         self.stdout = stdout
-        self.ngen: int = settings.ngen
         self.counters: CacheCounters = loaded.model.experts.counters
         self.slots: dict[int, PipeSlot] = {}
         self.last_slot = 0  # the one that RESET and MORE mean
@@ -104,56 +97,55 @@ class PipeServer(Service):
     def answer_prompt(self, prompt: PromptFrame) -> None:
         """Special tokens that are written out in the text are tokens."""
         self.last_slot = prompt.slot
-        ids = self.add_prefix(self.tokenizer.encode(prompt.text))
-        request = self.slot_request(prompt.slot, ids, prompt.max_tokens, prompt.temperature, prompt.top_p)
-        self.write_answer(PipeSlot(prompt.slot, Detokenizer(self.tokenizer)), request)
+        ids = self.prefix.prepend(self.tokenizer.encode(prompt.text))
+        request = self.new_request(ids, prompt.max_tokens, prompt.temperature, prompt.top_p)
+        self.write_answer(PipeSlot(Detokenizer(self.tokenizer)), request)
 
     def answer_message(self, text: str) -> None:
         """Answer a turn of the chat in slot 0. The oldest turns are dropped when the context is full."""
         self.last_slot = 0
-        slot = PipeSlot(0, Detokenizer(self.tokenizer))
+        slot = PipeSlot(Detokenizer(self.tokenizer))
 
         def encode_messages(messages: list[Message]) -> list[int]:
             # Special tokens that the user wrote out stay text.
-            rendered, ids = self.tokenizer.encode_chat(messages, enable_thinking=self.think)
+            rendered, ids = self.tokenizer.encode_chat(messages, enable_thinking=self.settings.think)
             slot.starts_in_reasoning = rendered.rstrip().endswith(THINK)
-            return self.add_prefix(ids)
+            return self.prefix.prepend(ids)
 
-        before = self.slots[0].messages_with_answer() if 0 in self.slots else []
-        messages = [*before, {"role": "user", "content": text}]
-        reserve = min(self.ngen, self.context // 4)
+        messages: list[Message] = [{"role": "user", "content": text}]
+        before = self.slots.get(0)
+        if before and before.messages:
+            answer = assistant_message(before.detokenizer.text, before.starts_in_reasoning)
+            messages = [*before.messages, answer, *messages]
+        reserve = min(self.settings.ngen, self.context // 4)
         slot.messages, ids = drop_oldest_turns(messages, encode_messages, self.context, reserve)
         if num_dropped := (len(messages) - len(slot.messages)) // 2:
             say(f"[stdio] CTX={self.context} is full: the oldest turns are forgotten ({num_dropped})")
-        request = self.slot_request(0, ids, self.ngen, self.temperature, self.top_p)
+        request = self.new_request(ids, self.settings.ngen, self.settings.temp, self.settings.nucleus)
         self.write_answer(slot, request, line_end="\n")
 
     def continue_answer(self, slot: PipeSlot) -> None:
         """Continue the last answer of a slot, with its temperature, top_p and seed."""
         assert slot.request
-        r = slot.request
-        request = self.slot_request(slot.number, slot.ids, self.ngen, r.temperature, r.nucleus, r.seed)
-        self.write_answer(slot, request, line_end="\n")
+        self.check_prompt(slot.ids)
+        template = replace(slot.request, max_tokens=self.settings.ngen)
+        self.write_answer(slot, self.make_request(template, slot.ids, slot.request.seed), line_end="\n")
 
-    def add_prefix(self, ids: list[int]) -> list[int]:
-        ids = self.prefix.prepend(ids)
+    def new_request(self, ids: list[int], max_tokens: int, temperature: float, top_p: float) -> Request:
+        """Return a request with the next seed, of at most max_tokens, NGEN, and what CTX leaves."""
+        self.check_prompt(ids)
+        if max_tokens > self.settings.ngen:
+            say(f"[stdio] max_tokens {max_tokens} is more than NGEN={self.settings.ngen}; the answer ends there")
+            max_tokens = self.settings.ngen
+        template = Request((), max_tokens, temperature, top_p, conversation=f"stdio {self.last_slot}")
+        self.num_answers += 1
+        return self.make_request(template, ids, self.settings.seed + self.num_answers - 1)
+
+    def check_prompt(self, ids: list[int]) -> None:
         if not ids:
             raise Refused("the prompt is empty, it needs at least one token")
-        return ids
-
-    def slot_request(
-        self, slot: int, ids: list[int], max_tokens: int, temperature: float, top_p: float, seed: int | None = None
-    ) -> Request:
-        """Return a request of at most max_tokens, NGEN, and what CTX leaves. Without a seed it gets the next one."""
         if max_answer_tokens(len(ids), self.context) < 1:
             raise Refused(f"the text has {len(ids)} tokens, CTX is {self.context}; raise CTX or shorten it")
-        if max_tokens > self.ngen:
-            say(f"[stdio] max_tokens {max_tokens} is more than NGEN={self.ngen}; the answer ends there")
-        if seed is None:
-            seed = self.seed + self.num_answers
-            self.num_answers += 1
-        max_tokens = min(max_tokens, self.ngen)
-        return self.make_request(ids, max_tokens, temperature, top_p, seed, conversation=f"stdio {slot}")
 
     def write_answer(self, slot: PipeSlot, request: Request, line_end: str = "") -> None:
         """Write the answer while it is generated, then END and STAT. The slot keeps what was written."""
@@ -181,7 +173,7 @@ class PipeServer(Service):
         if num_tokens or is_complete:
             slot.request = request
             slot.ids = ids
-            self.slots[slot.number] = slot
+            self.slots[self.last_slot] = slot
         stat = StatLine(num_tokens, answer=(num_prompt, int(is_truncated)))
         if start_time:
             num_decoded = num_tokens - 1 + (event.reason == "stop")
