@@ -31,15 +31,13 @@ class Segment(Generic[K]):
     def rows(self) -> slice:
         return slice(self.start, self.stop)
 
-    @property
-    def positions(self) -> Tensor:
-        return torch.arange(self.first_position, self.first_position + self.stop - self.start)
-
 
 @dataclass(frozen=True, slots=True)
 class Chunk(Generic[K]):
     ids: Tensor  # [T]
+    positions: Tensor  # [T]
     segments: tuple[Segment[K], ...]
+    selections: list[Tensor | None]  # of each segment, by the last DSA indexer: [rows, index_topk], or None for all
     cos: Tensor  # [T, rope_head_dim / 2] of the rotary angles
     sin: Tensor
 
@@ -55,9 +53,9 @@ def make_chunk(config: ModelConfig, batch: TokenBatch, is_mtp: bool = False) -> 
         first_position = kv.mtp_length if is_mtp else kv.length
         segments.append(Segment(kv, first_position, len(ids), len(ids) + len(new_ids)))
         ids += new_ids
-    positions = torch.cat([segment.positions for segment in segments])  # [T]
+    positions = torch.cat([torch.arange(s.first_position, s.first_position + s.stop - s.start) for s in segments])
     cos, sin = rope_angles(positions, torch.tensor(config.rope.frequencies), config.rope.factor)
-    return Chunk(torch.tensor(ids), tuple(segments), cos, sin)
+    return Chunk(torch.tensor(ids), positions, tuple(segments), [None] * len(segments), cos, sin)
 
 
 def split_batch(batch: TokenBatch, max_rows: int) -> Iterator[TokenBatch]:
@@ -65,10 +63,9 @@ def split_batch(batch: TokenBatch, max_rows: int) -> Iterator[TokenBatch]:
     part: TokenBatch = []
     room = max_rows
     for ids, kv in batch:
-        start = 0
-        while start < len(ids):
-            part.append((ids[start : start + room], kv))
-            start += len(part[-1][0])
+        while ids:
+            part.append((ids[:room], kv))
+            ids = ids[room:]
             room -= len(part[-1][0])
             if not room:
                 yield part

@@ -22,14 +22,11 @@ class NonFiniteWarning(UserWarning):
     """Some logits of a row are not finite; the others are used."""
 
 
-def check_hidden(x: Tensor, layer: int, chunk: Chunk) -> Tensor:
-    """x [T, D] after `layer` -> x. NonFinite names the layer and the first position."""
-    if all_finite(x):
-        return x
-    row = int((~x.isfinite().all(-1)).nonzero()[0])
-    segment = next(segment for segment in chunk.segments if segment.start <= row < segment.stop)
-    position = segment.first_position + row - segment.start
-    raise NonFinite(f"the hidden state after layer {layer} is not finite at position {position}: damaged weights?")
+def check_hidden(x: Tensor, layer: int, chunk: Chunk) -> None:
+    """Check x [T, D] after `layer`. NonFinite names the layer and the first position."""
+    if not all_finite(x):
+        position = int(chunk.positions[~x.isfinite().all(-1)][0])
+        raise NonFinite(f"the hidden state after layer {layer} is not finite at position {position}: damaged weights?")
 
 
 def check_logits(logits: Tensor, positions: Sequence[int]) -> Tensor:

@@ -22,17 +22,22 @@ class KvCache:
     position 0 is that of position mtp_base of the sequence, where drafting began.
     """
 
-    tensors: tuple[Tensor, ...]  # all that is kept, each [layers, C, width]
-
-    def __init__(self, config: ModelConfig, capacity: int):
+    def __init__(self, config: ModelConfig, capacity: int) -> None:
         self.config = config
         self.capacity = capacity
         self.length = 0
         self.mtp_base = 0
         self.mtp_length = 0
+        # All that is kept, each [layers, C, width].
+        self.tensors = [self._allocate(config.num_layers + 1, width) for width in config.kv_widths]
 
     def _allocate(self, num_layers: int, width: int) -> Tensor:
         return torch.empty(num_layers, self.capacity, width, dtype=kv_dtype(self.config))
+
+    def append(self, layer: int, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+        """New latents and rotated keys, or keys and values, [T, width] -> those of all positions, [S, width]."""
+        one, other = self.tensors[:2]
+        return self._append(one[layer], layer, first), self._append(other[layer], layer, second)
 
     def _append(self, store: Tensor, layer: int, rows: Tensor) -> Tensor:
         """rows [T, width] -> store [C, width] of the layer up to them, [S, width]."""
@@ -40,11 +45,6 @@ class KvCache:
         end = start + len(rows)
         store[start:end] = rows
         return store[:end]
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory once every position is written."""
-        return sum(tensor.nbytes for tensor in self.tensors)
 
     @property
     def room(self) -> int:
@@ -66,11 +66,8 @@ class KvCache:
         self.mtp_length = max(0, min(self.mtp_length, length - 1 - self.mtp_base))
 
     def clone(self, capacity: int | None = None) -> Self:
-        """An independent copy, by default of the same capacity."""
-        capacity = self.capacity if capacity is None else capacity
-        if capacity < self.length:
-            raise ValueError(f"a clone of {capacity} positions cannot hold {self.length}")
-        other = type(self)(self.config, capacity)
+        """An independent copy, by default of the same capacity. ValueError if the positions do not fit."""
+        other = type(self)(self.config, capacity or self.capacity)
         other.copy_prefix(self, self.length)
         return other
 
@@ -89,17 +86,12 @@ class KvCache:
 class MlaKvCache(KvCache):
     """Normed latents and rotated keys, which all heads share; index keys in layers that run a DSA indexer."""
 
-    def __init__(self, config: ModelConfig, capacity: int):
+    def __init__(self, config: ModelConfig, capacity: int) -> None:
         super().__init__(config, capacity)
-        self.latents = self._allocate(config.num_layers + 1, config.kv_lora_rank)  # [L + 1, C, kv_lora_rank]
-        self.rope_keys = self._allocate(config.num_layers + 1, config.rope_head_dim)  # [L + 1, C, rope_head_dim]
+        self.latents, self.rope_keys = self.tensors  # [L + 1, C, kv_lora_rank], [L + 1, C, rope_head_dim]
         self.index_rows = {layer: row for row, layer in enumerate(index_layers(config))}
         self.index_keys = self._allocate(len(self.index_rows), config.index_head_dim)  # [their number, C, width]
-        self.tensors = self.latents, self.rope_keys, self.index_keys
-
-    def append(self, layer: int, latents: Tensor, rope_keys: Tensor) -> tuple[Tensor, Tensor]:
-        """latents [T, kv_lora_rank], rope_keys [T, rope_head_dim] of new positions -> both of positions 0 .. S."""
-        return self._append(self.latents[layer], layer, latents), self._append(self.rope_keys[layer], layer, rope_keys)
+        self.tensors.append(self.index_keys)
 
     def append_index(self, layer: int, keys: Tensor) -> Tensor:
         """keys [T, index_head_dim] of new positions -> [S, index_head_dim]."""
@@ -109,16 +101,10 @@ class MlaKvCache(KvCache):
 class GqaKvCache(KvCache):
     """Rotated keys and values, the KV heads of a position side by side."""
 
-    def __init__(self, config: ModelConfig, capacity: int):
+    def __init__(self, config: ModelConfig, capacity: int) -> None:
         super().__init__(config, capacity)
-        key_width, value_width = config.kv_widths
-        self.keys = self._allocate(config.num_layers + 1, key_width)  # [L + 1, C, num_kv_heads * qk_head_dim]
-        self.values = self._allocate(config.num_layers + 1, value_width)  # [L + 1, C, num_kv_heads * v_head_dim]
-        self.tensors = self.keys, self.values
-
-    def append(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """keys and values [T, width] of new positions -> both of positions 0 .. S."""
-        return self._append(self.keys[layer], layer, keys), self._append(self.values[layer], layer, values)
+        # [L + 1, C, num_kv_heads * qk_head_dim], [L + 1, C, num_kv_heads * v_head_dim]
+        self.keys, self.values = self.tensors
 
 
 def make_kv_cache(config: ModelConfig, capacity: int) -> KvCache:
@@ -127,7 +113,7 @@ def make_kv_cache(config: ModelConfig, capacity: int) -> KvCache:
 
 
 def kv_cache_bytes(config: ModelConfig, capacity: int) -> int:
-    """num_bytes of a cache of that capacity, without making one."""
+    """Memory of a cache of that capacity once every position is written."""
     width = (config.num_layers + 1) * sum(config.kv_widths) + len(index_layers(config)) * config.index_head_dim
     return kv_dtype(config).itemsize * capacity * width
 

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator
 from torch import Tensor
 
 from experts.route_observer import RouteObserver
-from forward.attention.mla import Selections
 from forward.chunk import Chunk, TokenBatch, make_chunk, split_batch
 from forward.embed import embed
 from forward.finite import check_hidden
@@ -37,18 +36,16 @@ def layers_forward(
             raise ValueError(f"{len(ids)} tokens do not fit a KV cache with room for {kv.room}")
     if len({id(kv) for _, kv in batch}) < len(batch):
         raise ValueError("a KV cache is in the batch twice")
-    num_layers = model.config.num_layers
     for part in split_batch(batch, model.prefill_chunk):
         with model.profile.measure("attention"):  # the rotary angles are most of it
             chunk = make_chunk(model.config, part)
             x = embed(model.weights.embed, chunk.ids)  # [T, D]
-        selections: Selections = [None] * len(chunk.segments)
         is_prefill = len(chunk) >= PROGRESS_ROWS
         for layer, weights in enumerate(model.weights.layers):
-            x, selections = layer_forward(model, layer, weights, x, chunk, selections, observer)
+            x = layer_forward(model, layer, weights, x, chunk, observer)
             check_hidden(x, layer, chunk)
             if is_prefill and progress:
-                progress(layer + 1, num_layers, len(chunk))
+                progress(layer + 1, model.config.num_layers, len(chunk))
             if is_prefill and should_stop and should_stop():
                 return
         for segment in chunk.segments:

@@ -14,8 +14,8 @@ from torch import Tensor
 from experts.route_observer import RouteObserver
 from forward.mlp import mlp
 from forward.model import Model
-from forward.router import count_rows, prefetch_experts, route
-from kernels.dispatch import add_experts, add_weighted, expert_outputs, group_by_expert
+from forward.router import prefetch_experts, route_by_expert
+from kernels.dispatch import add_experts, add_weighted, expert_outputs
 from kernels.reference import ClampedSwiGlu
 from snapshot.config import ModelConfig
 from snapshot.weights import ExpertBiases, MoeWeights
@@ -31,12 +31,10 @@ def moe(
     observer: of this forward pass, beside the one of all passes, model.trace.
     """
     with model.profile.measure("router"):
-        chosen, shares = route(model.config, weights, x)  # [T, A] ascending, [T, A]
-        experts, starts, rows, shares = group_by_expert(chosen, shares, model.config.num_experts)  # [U], [U + 1], [N]
-        uses = count_rows(experts, starts)
-    for route_observer in (model.trace, observer):
-        if route_observer:
-            route_observer.record(layer, uses, len(x), rows)
+        uses, starts, rows, shares = route_by_expert(model.config, weights, x)  # of U experts, [U + 1], [N], [N]
+    for route_observer in filter(None, (model.trace, observer)):
+        route_observer.record(layer, uses, len(x), rows)
+    experts = list(uses)
     with model.experts.request(layer, uses, len(x)) as request:
         prefetch_experts(model, layer + 1, residual)
         with model.profile.measure("expert-matmul"):
@@ -54,7 +52,9 @@ def moe(
                         continue  # ends `ready`, which releases them
                     if outputs is None:
                         outputs = torch.empty(int(stop - start), x.shape[1])
-                    compute_outputs(outputs, x, matrices, indices, starts, rows, start, swiglu)
+                    places, own_starts = assignments_of(starts, indices)
+                    gathered, own_rows = x[rows[places]], torch.arange(len(places))
+                    expert_outputs(outputs, gathered, matrices, own_starts, own_rows, places - start, swiglu)
             if outputs is not None:
                 with model.profile.measure("expert-matmul"):
                     add_weighted(out, outputs, rows[start:stop], shares[start:stop])
@@ -69,22 +69,11 @@ def clamped_swiglu(config: ModelConfig, biases: ExpertBiases | None, experts: li
     return ClampedSwiGlu(*of_experts, config.swiglu_limit, config.swiglu_alpha)
 
 
-def compute_outputs(
-    outputs: Tensor,
-    x: Tensor,
-    matrices: list,
-    indices: list[int],
-    starts: Tensor,
-    rows: Tensor,
-    base: Tensor,
-    swiglu: ClampedSwiGlu | None,
-) -> None:
-    """Compute experts number `indices` of the layer's U on their rows of x, into their places in outputs, whose first
-    row is assignment number `base`."""
-    counts = starts[1:][indices] - starts[indices]
-    places = torch.cat([torch.arange(int(starts[i]), int(starts[i + 1])) for i in indices])
-    own_starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-    expert_outputs(outputs, x[rows[places]], matrices, own_starts, torch.arange(len(places)), places - base, swiglu)
+def assignments_of(starts: Tensor, indices: list[int]) -> tuple[Tensor, Tensor]:
+    """-> (assignments of experts number `indices` of the layer's U, one expert after the other; their starts)."""
+    assignments = [torch.arange(int(starts[i]), int(starts[i + 1])) for i in indices]
+    counts = starts.diff()[indices]
+    return torch.cat(assignments), torch.cat([counts.new_zeros(1), counts.cumsum(0)])
 
 
 def split_experts(starts: list[int], max_assignments: int) -> Iterator[tuple[int, int]]:

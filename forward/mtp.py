@@ -12,7 +12,7 @@ the same. T token rows, D model width.
 import torch
 from torch import Tensor
 
-from forward.chunk import Chunk, TokenBatch, make_chunk, split_batch
+from forward.chunk import TokenBatch, make_chunk, split_batch
 from forward.embed import embed
 from forward.layer_forward import layer_forward
 from forward.model import Model
@@ -29,26 +29,20 @@ def mtp(model: Model, batch: TokenBatch, hidden: Tensor) -> Tensor:
     for tokens, kv in batch:
         if kv.mtp_length + len(tokens) > kv.capacity:
             raise ValueError(f"{len(tokens)} more MTP positions do not fit: {kv.mtp_length} of {kv.capacity} are used")
-    out = []
-    start = 0
-    for part in split_batch(batch, model.prefill_chunk):
-        chunk = make_chunk(model.config, part, is_mtp=True)
-        out.append(mtp_chunk(model, chunk, hidden[start : start + len(chunk)]))
-        start += len(chunk)
-    return torch.cat(out)
-
-
-def mtp_chunk(model: Model, chunk: Chunk, hidden: Tensor) -> Tensor:
-    """As mtp, for the rows of one chunk."""
     config, weights = model.config, model.weights.mtp
     assert weights is not None
-    embedded = rms_norm(embed(weights.embed, chunk.ids), weights.embed_norm, config.rms_norm_eps)
-    normed = rms_norm(hidden, weights.hidden_norm, config.rms_norm_eps)
-    x = linear(torch.cat([embedded, normed], dim=-1), weights.input_proj)  # [T, 2 D] -> [T, D]
-    x, _ = layer_forward(model, config.num_layers, weights.layer, x, chunk, [None] * len(chunk.segments))
-    for segment in chunk.segments:
-        segment.kv.mtp_length += segment.stop - segment.start
-    return rms_norm(x, weights.norm, config.rms_norm_eps)
+    out = []
+    for part in split_batch(batch, model.prefill_chunk):
+        chunk = make_chunk(config, part, is_mtp=True)
+        embedded = rms_norm(embed(weights.embed, chunk.ids), weights.embed_norm, config.rms_norm_eps)
+        normed = rms_norm(hidden[: len(chunk)], weights.hidden_norm, config.rms_norm_eps)
+        hidden = hidden[len(chunk) :]
+        x = linear(torch.cat([embedded, normed], dim=-1), weights.input_proj)  # [T, 2 D] -> [T, D]
+        x = layer_forward(model, config.num_layers, weights.layer, x, chunk)
+        for segment in chunk.segments:
+            segment.kv.mtp_length += segment.stop - segment.start
+        out.append(rms_norm(x, weights.norm, config.rms_norm_eps))
+    return torch.cat(out)
 
 
 @torch.inference_mode()

@@ -8,12 +8,7 @@ STAGES = ("expert-matmul", "attention", "lm_head", "router", "dense-mlp", "sampl
 
 
 class Profile:
-    seconds: dict[str, float]  # by stage
-
     def __init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
         self.seconds = dict.fromkeys(STAGES, 0.0)
 
     @contextmanager

@@ -1,6 +1,6 @@
 """The router: the top-k experts of each token row, and a prediction of those of a later layer.
 
-T token rows, D model width, A active experts of a row, U distinct experts of all rows.
+T token rows, D model width, A active experts of a row, U distinct experts of all rows, N assignments (row, expert).
 """
 
 import time
@@ -13,6 +13,8 @@ from kernels import dispatch
 from kernels.dispatch import group_by_expert, linear, rms_norm
 from snapshot.config import ModelConfig
 from snapshot.weights import MoeWeights
+
+Uses = dict[int, int]  # {expert, ascending: number of its token rows}
 
 
 def route(config: ModelConfig, weights: MoeWeights, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -27,9 +29,10 @@ def route(config: ModelConfig, weights: MoeWeights, x: Tensor) -> tuple[Tensor, 
     )
 
 
-def count_rows(experts: list[int], starts: Tensor) -> dict[int, int]:
-    """experts [U] and starts [U + 1] of group_by_expert -> {expert, ascending: number of its token rows}."""
-    return dict(zip(experts, starts.diff().tolist(), strict=True))
+def route_by_expert(config: ModelConfig, weights: MoeWeights, x: Tensor) -> tuple[Uses, Tensor, Tensor, Tensor]:
+    """x [T, D] -> (uses, and of group_by_expert: starts [U + 1], rows [N], weights [N])."""
+    experts, starts, rows, shares = group_by_expert(*route(config, weights, x), config.num_experts)
+    return dict(zip(experts, starts.diff().tolist(), strict=True)), starts, rows, shares
 
 
 def prefetch_experts(model: Model, layer: int, residual: Tensor) -> None:
@@ -44,10 +47,9 @@ def prefetch_experts(model: Model, layer: int, residual: Tensor) -> None:
         weights = model.weights.layers[layer]
         assert isinstance(weights.mlp, MoeWeights)  # as in every layer that the cache knows
         x = rms_norm(residual, weights.attention.post_norm, model.config.rms_norm_eps)
-        experts, starts, _, shares = group_by_expert(*route(model.config, weights.mlp, x), model.config.num_experts)
-        uses = count_rows(experts, starts)
+        uses, starts, _, shares = route_by_expert(model.config, weights.mlp, x)
         # The larger its share, the surer is the prediction of an expert.
-        weight = torch.cat([shares.new_zeros(1), shares.cumsum(0)])[starts].diff().tolist()
-        order = sorted(range(len(experts)), key=lambda i: -weight[i])
-        cache.prefetch(layer, {experts[i]: uses[experts[i]] for i in order})
+        sums = torch.cat([shares.new_zeros(1), shares.cumsum(0)])[starts].diff().tolist()
+        share_of = dict(zip(uses, sums, strict=True))
+        cache.prefetch(layer, {expert: uses[expert] for expert in sorted(uses, key=share_of.__getitem__, reverse=True)})
     cache.prefetcher.record_prediction(time.perf_counter() - started)

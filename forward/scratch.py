@@ -27,23 +27,21 @@ def scratch_bytes(config: ModelConfig, chunk_rows: int, capacity: int, is_native
     moe = (6 if c.swiglu_limit else 3) * widest + 3 * c.hidden_size
     selection = 8 * rows * min(c.index_topk, capacity)
     logits = 6 * c.vocab_size * LOGIT_ROWS + 16 * c.vocab_size  # float32, a mask and a bit; one row in float64
+    keys = 2 * sum(c.kv_widths)
+    if is_mla:
+        keys = 0 if is_native else 3 * c.num_heads * c.kv_lora_rank
+    attention = 2 * q_width + v_width + 2 * index_width + keys
+    common = 4 * rows * (hidden + max(attention, moe)) + selection + logits
     if is_native:
-        attention = 2 * q_width + v_width + 2 * index_width + (0 if is_mla else 2 * sum(c.kv_widths))
         assignments = min(OUTPUT_BYTES, 4 * rows * c.num_active_experts * c.hidden_size)
         # Rows gathered for their experts, their outputs, and between them the two halves of the hidden layer.
         experts = assignments * (2 * c.hidden_size + 2 * c.moe_intermediate_size) // c.hidden_size
         dequantized = min(3 * DEQUANTIZE_BYTES, 12 * c.hidden_size * c.moe_intermediate_size) if c.swiglu_limit else 0
-        return 4 * rows * (hidden + max(attention, moe)) + experts + selection + logits + row_scores + dequantized
-    keys = 3 * c.num_heads * c.kv_lora_rank if is_mla else 2 * sum(c.kv_widths)
-    attention = 2 * q_width + keys + 2 * index_width + v_width
+        return common + experts + row_scores + dequantized
     kv_b = c.num_heads * (c.nope_head_dim + c.v_head_dim) * c.kv_lora_rank
     blocks = 3 * max(indexer.BLOCK_BYTES, BLOCK_BYTES) if is_mla else row_scores
-    full_scores = 4 * rows * c.num_heads * capacity  # small models never reach the block size
+    full_scores = 16 * rows * c.num_heads * capacity  # small models never reach the block size
     # A layer's KV cache in bfloat16 is converted to float32 before use.
     converted = capacity * max(sum(c.kv_widths), c.index_head_dim) if c.kv_dtype == "bf16" else 0
-    return (
-        4 * (rows * (hidden + max(attention, moe)) + kv_b + converted)
-        + min(blocks, 4 * full_scores)
-        + selection
-        + (min(2 * DEQUANTIZE_BYTES, 8 * c.vocab_size * c.hidden_size) + logits)
-    )
+    dequantized = min(2 * DEQUANTIZE_BYTES, 8 * c.vocab_size * c.hidden_size)
+    return common + 4 * (kv_b + converted) + min(blocks, full_scores) + dequantized

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from forward.chunk import Chunk, TokenBatch
+from forward.chunk import TokenBatch
 from forward.finite import check_logits
 from forward.layers_forward import Progress, layers_forward
 from forward.lm_head import LOGIT_ROWS, lm_head
 from forward.model import Model
-from kernels.dispatch import logprobs as logprobs_and_best
+from kernels.dispatch import logprobs
 
 
 @torch.inference_mode()
@@ -39,7 +39,7 @@ def logits_after(model: Model, hidden: Tensor, positions: Sequence[int]) -> Tens
 def step_all(model: Model, batch: TokenBatch) -> Tensor:
     """-> logits float32 [T, V], a row after each token of the batch."""
     chunks = layers_forward(model, batch)
-    return torch.cat([logits_after(model, hidden, positions_of(chunk)) for chunk, hidden in chunks])
+    return torch.cat([logits_after(model, hidden, chunk.positions.tolist()) for chunk, hidden in chunks])
 
 
 @torch.inference_mode()
@@ -48,25 +48,12 @@ def step_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """targets: one id for each token of the batch, expected to follow it -> (log p of the target, float64; argmax),
     both [T]. The logits of a few rows exist at a time."""
-    logprobs, best = [], []
-    num_done = 0
+    results = []
+    remaining = torch.tensor(targets)
     for chunk, hidden in layers_forward(model, batch, progress):
-        positions = positions_of(chunk)
-        for start in range(0, len(hidden), LOGIT_ROWS):
-            rows = slice(start, start + LOGIT_ROWS)
-            logits = logits_after(model, hidden[rows], positions[rows])
-            wanted = torch.tensor(targets[num_done : num_done + len(logits)])
-            of_targets, of_rows = logprobs_and_best(logits, wanted)
-            logprobs.append(of_targets)
-            best.append(of_rows)
-            num_done += len(logits)
-    return torch.cat(logprobs), torch.cat(best)
-
-
-def logprobs_of(logits: Tensor, targets: Tensor) -> Tensor:
-    """logits [T, V], targets [T] -> log-softmax(logits)[target], float64 [T]."""
-    return logprobs_and_best(logits, targets)[0]
-
-
-def positions_of(chunk: Chunk) -> list[int]:
-    return [position for segment in chunk.segments for position in segment.positions.tolist()]
+        for rows, positions in zip(hidden.split(LOGIT_ROWS), chunk.positions.split(LOGIT_ROWS), strict=True):
+            logits = logits_after(model, rows, positions.tolist())
+            results.append(logprobs(logits, remaining[: len(rows)]))
+            remaining = remaining[len(rows) :]
+    of_targets, best = zip(*results, strict=True)
+    return torch.cat(of_targets), torch.cat(best)

@@ -16,7 +16,8 @@ from forward.kv_cache import KvCache, make_kv_cache
 from forward.layers_forward import Progress
 from forward.lm_head import LOGIT_ROWS
 from forward.model import Model
-from forward.step import logprobs_of, step, step_logprobs
+from forward.step import step, step_logprobs
+from kernels import dispatch
 from text.prompt import positions_needed, shared_prefix_length
 
 
@@ -111,7 +112,7 @@ def score_wave(
         for i in indices:
             continuation = requests[i].continuation
             first = continuation[:1]
-            sums[i] = float(logprobs_of(logits[row : row + 1], torch.tensor(first))) if first else 0.0
+            sums[i] = float(dispatch.logprobs(logits[row : row + 1], torch.tensor(first))[0]) if first else 0.0
             greedy[i] = all(token == argmax for token in first)
             if len(continuation) > 1:
                 rest.append((i, kv))

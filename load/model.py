@@ -93,13 +93,10 @@ def open_snapshot(settings: Settings, kv_slots: int = 1) -> OpenedSnapshot:
     context = settings.ctx or min(DEFAULT_CONTEXT, config.max_positions)
     tokenizer = folder / "tokenizer.json"
     tokenizer_bytes = TOKENIZER_FACTOR * tokenizer.stat().st_size if tokenizer.is_file() else 0
-    plan = make_plan(config, dense, disk, settings, context, tokenizer_bytes, kv_slots)
-    lossy = lossy_options(settings, num_active, dense, disk)
-    notices = (
-        *(f"[lossy] {line}" for line in lossy),
-        *format_notices(settings, dense, disk),
-        *run_notices(settings, config, dense, plan),
-    )
+    plan = make_plan(settings, dense, disk, context, tokenizer_bytes, kv_slots)
+    lossy = tuple(lossy_options(settings, num_active, dense, disk))
+    notices = tuple(f"[lossy] {line}" for line in lossy)
+    notices += *format_notices(settings, dense, disk), *run_notices(settings, dense, plan)
     resources = ExitStack()
     resources.callback(reader.close)
     return OpenedSnapshot(folder, config, dense, disk, reader, plan, notices, lossy, resources)
@@ -109,21 +106,20 @@ def load_model(settings: Settings, opened: OpenedSnapshot | None = None) -> Load
     """Load an opened snapshot (by default the one of `settings`): dense weights, and an empty expert cache."""
     opened = opened or open_snapshot(settings)
     config, plan = opened.config, opened.plan
-    trace = open_trace(settings.route_trace, opened) if settings.route_trace else None
+    trace = None
+    if settings.route_trace:
+        slot_bytes = max((slots.slot_bytes for slots in plan.expert_slots), default=0)
+        top_k, layers = config.num_active_experts, opened.disk.layers
+        trace = RouteTrace(settings.route_trace, config.model_type, layers, config.num_experts, top_k, slot_bytes)
+        opened.resources.callback(trace.close)
     kernels = dispatch.start(settings.kernels, settings.cache / "kernels", settings.threads or num_threads())
     # Before anything is loaded: measuring the drives takes memory for eight experts.
     free_bytes = (available_bytes() or 0) - plan.need_bytes
     drive = set_up_drives(opened.disk, settings.read_mode, settings.cache, free_bytes)
     # Its expert slots are populated while the drive is busy with the dense weights.
+    guard, prefetch = MemoryGuard(plan.budget_bytes), settings.lookahead
     experts = ExpertCache(
-        config,
-        opened.disk,
-        plan.expert_slots,
-        plan.floor,
-        settings.expert_bits,
-        settings.exact,
-        settings.lookahead,
-        MemoryGuard(plan.budget_bytes),
+        config, opened.disk, plan.expert_slots, plan.floor, settings.expert_bits, settings.exact, prefetch, guard
     )
     opened.resources.callback(experts.close)
     weights = opened.dense.load_weights(opened.reader, settings.dense_bits, settings.exact)
@@ -136,14 +132,3 @@ def load_model(settings: Settings, opened: OpenedSnapshot | None = None) -> Load
     return LoadedModel(
         **vars(opened), model=model, kernels=kernels, drive=drive, draft=settings.draft, usage=usage, history=history
     )
-
-
-def open_trace(path: str, opened: OpenedSnapshot) -> RouteTrace:
-    """The route trace that a run appends to, closed with the snapshot."""
-    config = opened.config
-    slot_bytes = max((slots.slot_bytes for slots in opened.plan.expert_slots), default=0)
-    trace = RouteTrace(
-        path, config.model_type, list(opened.disk.layers), config.num_experts, config.num_active_experts, slot_bytes
-    )
-    opened.resources.callback(trace.close)
-    return trace

@@ -9,30 +9,21 @@ from experts.disk import ExpertDisk
 from kernels.formats import GROUP
 from load.plan import MemoryPlan
 from settings import Settings
-from snapshot.config import ModelConfig
 from snapshot.dense import DenseTensors
 
 
-def lossy_options(settings: Settings, num_active: int, dense: DenseTensors, disk: ExpertDisk) -> tuple[str, ...]:
+def lossy_options(settings: Settings, num_active: int, dense: DenseTensors, disk: ExpertDisk) -> Iterator[str]:
     """The user's options that change answers, in words. num_active: active experts of a token by config.json."""
-    quantizes_dense = any(dense.quantizes(stored, settings.dense_bits) for stored in dense.matrices.values())
-    lossy = [
-        f"{which} weights are quantized to {bits} bits at load, in groups of {GROUP} columns"
-        for which, bits, quantizes in (
-            ("expert", settings.expert_bits, disk.quantizes(settings.expert_bits)),
-            ("dense", settings.dense_bits, quantizes_dense),
-        )
-        if quantizes
-    ]
+    if disk.quantizes(settings.expert_bits):
+        yield f"expert weights are quantized to {settings.expert_bits} bits at load, in groups of {GROUP} columns"
+    if any(dense.quantizes(stored, settings.dense_bits) for stored in dense.matrices.values()):
+        yield f"dense weights are quantized to {settings.dense_bits} bits at load, in groups of {GROUP} columns"
     if 0 < settings.topk < num_active:
-        lossy.append(f"TOPK={settings.topk}: {settings.topk} experts a token, not the model's {num_active}")
+        yield f"TOPK={settings.topk}: {settings.topk} experts a token, not the model's {num_active}"
     if 0 < settings.topp < 1:
-        lossy.append(
-            f"TOPP={settings.topp:g}: a token's weakest experts beyond that share of its router scores are dropped"
-        )
+        yield f"TOPP={settings.topp:g}: a token's weakest experts beyond that share of its router scores are dropped"
     if settings.kv_dtype == "bf16":
-        lossy.append("KV_DTYPE=bf16: the KV cache is rounded to bfloat16, in half the memory")
-    return tuple(lossy)
+        yield "KV_DTYPE=bf16: the KV cache is rounded to bfloat16, in half the memory"
 
 
 def format_notices(settings: Settings, dense: DenseTensors, disk: ExpertDisk) -> Iterator[str]:
@@ -50,10 +41,8 @@ def format_notices(settings: Settings, dense: DenseTensors, disk: ExpertDisk) ->
     if any(fmt.is_integer for found in formats.values() for fmt in found):
         line += " | activations " + ("float32 (EXACT=1)" if settings.exact else f"8 bits in groups of {GROUP}")
     yield f"[format] {line}"
-    for name, bits, found in (
-        ("expert_bits", settings.expert_bits, of_experts),
-        ("dense_bits", settings.dense_bits, of_layers),
-    ):
+    for name, found in (("expert_bits", of_experts), ("dense_bits", of_layers)):
+        bits: int = getattr(settings, name)
         quantized = [str(fmt) for fmt in found if fmt.is_packed]
         if bits < 16 and quantized:
             yield f"[format] {name} {bits} has no effect on weights that are stored as {', '.join(quantized)}"
@@ -69,8 +58,9 @@ def mtp_notices(dense: DenseTensors) -> Iterator[str]:
         yield "[MTP] the layer's input projection is int4 with one scale a row: few of its draft tokens are accepted"
 
 
-def run_notices(settings: Settings, config: ModelConfig, dense: DenseTensors, plan: MemoryPlan) -> Iterator[str]:
+def run_notices(settings: Settings, dense: DenseTensors, plan: MemoryPlan) -> Iterator[str]:
     """Notices of everything else that differs from a plain run."""
+    config = dense.config
     if config.indexer_types and not dense.has_indexer:
         yield (
             "[DSA] the snapshot has no indexer: attention is dense, and answers differ from the reference beyond "

@@ -17,7 +17,6 @@ from kernels.build import has_compiler
 from kernels.quantize import ROWS_BYTES
 from machine.memory import available_bytes, rss_bytes
 from settings import Settings
-from snapshot.config import ModelConfig
 from snapshot.dense import DenseTensors
 
 AUTO_SHARE = 0.88
@@ -29,7 +28,7 @@ MIN_CHUNK = 64
 # rows, because a prefill reads nearly all experts once a chunk; below that the second.
 SCRATCH_SHARE = 0.1
 MOST_SCRATCH_SHARE = 0.5
-FLOOR_SHARE = 4  # a layer's floor is at most a quarter of the average slots of a layer
+FLOOR_SHARE = 4  # a layer's floor is one token's experts, at most a quarter of a layer's average slots
 PROCESS_STEP = 64 << 20  # the process's size is rounded up to this, so that two plans in a row agree
 JSON_KEYS = {"dense_bytes": "resident_bytes", "expert_slots": "slots", "num_expert_slots": "num_slots"}
 
@@ -72,11 +71,6 @@ class MemoryPlan:
     def need_bytes(self) -> int:
         return self.fixed_bytes + self.scratch_bytes + self.cache_bytes
 
-    @property
-    def exceeds_scratch_share(self) -> bool:
-        share = SCRATCH_SHARE if self.prefill_chunk > GOOD_CHUNK else MOST_SCRATCH_SHARE
-        return self.scratch_bytes > share * (self.budget_bytes - self.fixed_bytes)
-
     def lines(self) -> tuple[str, str]:
         """The two [plan] lines for stderr."""
         sizes = [slots.slot_bytes for slots in self.expert_slots]
@@ -115,13 +109,7 @@ def memory_budget(ram_gb: float) -> tuple[int, str]:
 
 
 def make_plan(
-    config: ModelConfig,
-    dense: DenseTensors,
-    disk: ExpertDisk,
-    settings: Settings,
-    context: int,
-    tokenizer_bytes: int,
-    kv_slots: int,
+    settings: Settings, dense: DenseTensors, disk: ExpertDisk, context: int, tokenizer_bytes: int, kv_slots: int
 ) -> MemoryPlan:
     """Plan the memory of an opened snapshot; `context` in positions, for each of kv_slots KV caches. Refused if it
     does not fit.
@@ -130,6 +118,7 @@ def make_plan(
     the budget allows. A prefill chunk that is not given is halved while the plan does not fit, or while its scratch
     memory exceeds its share.
     """
+    config = dense.config
     budget, source = memory_budget(settings.ram_gb)
     sizes = {layer: expert_slot_bytes(config, disk, layer, settings.expert_bits) for layer in disk.layers}
     is_native = settings.kernels != "reference" and has_compiler()
@@ -140,6 +129,7 @@ def make_plan(
     def plan_with(chunk: int, cache_bytes: int = 0) -> MemoryPlan:
         per_layer = settings.cap if settings.cap or cache_bytes else 1
         slots = split_into_slots(sizes, config.num_experts, cache_bytes, per_layer)
+        average = min((s.num_slots // len(s.layers) for s in slots), default=0)
         return MemoryPlan(
             budget_bytes=budget,
             budget_source=source,
@@ -148,7 +138,7 @@ def make_plan(
             kv_bytes=kv_slots * kv_cache_bytes(config, context),
             scratch_bytes=scratch_bytes(config, chunk, context, is_native) + quantize_bytes,
             expert_slots=slots,
-            floor=settings.cap or layer_floor(config, slots),
+            floor=settings.cap or max(1, min(config.num_active_experts, average // FLOOR_SHARE)),
             num_experts=config.num_experts,
             context=context,
             kv_slots=kv_slots,
@@ -158,23 +148,20 @@ def make_plan(
     chunk = settings.prefill_chunk or DEFAULT_CHUNK
     plan = plan_with(chunk)
     # A large chunk makes the prefill faster, more expert slots the decode: both share what the fixed part leaves.
-    while not settings.prefill_chunk and chunk > MIN_CHUNK and (plan.need_bytes > budget or plan.exceeds_scratch_share):
+    while not settings.prefill_chunk and chunk > MIN_CHUNK:
+        share = SCRATCH_SHARE if chunk > GOOD_CHUNK else MOST_SCRATCH_SHARE
+        if plan.need_bytes <= budget and plan.scratch_bytes <= share * (budget - plan.fixed_bytes):
+            break
         chunk //= 2
         plan = plan_with(chunk)
     if plan.need_bytes > budget:
         need = f"{gb(plan.need_bytes)} with {f'cap {settings.cap}' if settings.cap else 'one expert slot per layer'}"
         in_slots = f" in each of {kv_slots} KV slots" if kv_slots > 1 else ""
-        lower = "lower CTX or KV_SLOTS" if kv_slots > 1 else "lower CTX"
+        or_slots = " or KV_SLOTS" if kv_slots > 1 else ""
         raise Refused(
             f"the model does not fit in memory: need {need} and CTX={context}{in_slots}, have {gb(budget)} ({source}); "
-            f"raise RAM_GB, {lower}, or quantize (python colibri.py cap expert_bits dense_bits)"
+            f"raise RAM_GB, lower CTX{or_slots}, or quantize (python colibri.py cap expert_bits dense_bits)"
         )
     if not settings.cap and plan.cache_bytes:
         plan = plan_with(chunk, budget - plan.need_bytes + plan.cache_bytes)
     return plan
-
-
-def layer_floor(config: ModelConfig, slots: tuple[ExpertSlots, ...]) -> int:
-    """Expert slots that every layer keeps: one token's experts, at most a quarter of a layer's average slots."""
-    average = min((s.num_slots // len(s.layers) for s in slots), default=0)
-    return max(1, min(config.num_active_experts, average // FLOOR_SHARE))

@@ -36,7 +36,7 @@ def main(arguments: Sequence[str]) -> int:
         print(json.dumps(opened.plan.as_json() | {"lossy": opened.lossy, "notices": notices}, indent=1))
     else:
         print(*opened.plan.lines(), *notices, sep="\n")
-    opened.reader.close()
+    opened.close()
     return 0
 
 

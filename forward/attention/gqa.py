@@ -34,9 +34,8 @@ def gqa(config: ModelConfig, layer: int, weights: GqaWeights, x: Tensor, chunk: 
         rows = segment.rows
         all_keys, all_values = segment.kv.append(layer, keys[rows], values[rows])
         cached = all_keys.view(-1, G, K), all_values.view(-1, G, V)  # [S, G, K], [S, G, V]
-        outputs.append(
-            grouped_attention(queries[rows], *cached, segment.first_position, window, weights.sinks, K**-0.5)
-        )
+        position = segment.first_position
+        outputs.append(grouped_attention(queries[rows], *cached, position, window, weights.sinks, K**-0.5))
     out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)  # [T, H, V]
     return linear(out.flatten(1), weights.o, weights.o_bias)
 

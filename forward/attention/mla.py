@@ -15,8 +15,6 @@ from kernels.dispatch import absorbed_attention, apply_rope, linear, rms_norm
 from snapshot.config import ModelConfig
 from snapshot.weights import IndexerWeights, MlaWeights
 
-Selections = list[Tensor | None]  # of each segment: positions [rows, index_topk], or None for all
-
 
 def mla(
     config: ModelConfig,
@@ -25,11 +23,10 @@ def mla(
     indexer: IndexerWeights | None,
     x: Tensor,
     chunk: Chunk[MlaKvCache],
-    selections: Selections,
-) -> tuple[Tensor, Selections]:
-    """x [T, D] (normed) -> ([T, D], selections). `selections` are those of the last layer with an indexer; a layer with
-    one makes its own. Appends latents and rotated keys to the KV cache of each sequence."""
-    N, R, L = config.nope_head_dim, config.rope_head_dim, config.kv_lora_rank
+) -> Tensor:
+    """x [T, D] (normed) -> [T, D]. A layer with an indexer writes chunk.selections, one without reuses them.
+    Appends latents and rotated keys to the KV cache of each sequence."""
+    N, R, L, V = config.nope_head_dim, config.rope_head_dim, config.kv_lora_rank, config.v_head_dim
     rope = chunk.cos, chunk.sin, config.rope_interleaved
     query_latent = x  # [T, q_lora_rank]; some models have no query latent
     if weights.q_a is not None:
@@ -41,17 +38,14 @@ def mla(
     latents = rms_norm(compressed[:, :L], weights.kv_a_norm, config.latent_norm_eps)  # [T, L]
     rope_keys = compressed[:, L:]  # [T, R], one for all heads
     if indexer is not None:
-        selections = select_positions(config, layer, indexer, x, query_latent, chunk)
+        chunk.selections[:] = select_positions(config, layer, indexer, x, query_latent, chunk)
 
     outputs = []
     scale = config.qk_head_dim**-0.5 * config.rope.score_factor
-    for segment, selection in zip(chunk.segments, selections, strict=True):
+    for segment, selection in zip(chunk.segments, chunk.selections, strict=True):
         rows = segment.rows
         cached = segment.kv.append(layer, latents[rows], rope_keys[rows])  # [S, L], [S, R]
-        outputs.append(
-            absorbed_attention(
-                queries[rows], weights.kv_b, *cached, segment.first_position, selection, config.v_head_dim, scale
-            )
-        )
+        position = segment.first_position
+        outputs.append(absorbed_attention(queries[rows], weights.kv_b, *cached, position, selection, V, scale))
     out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)  # [T, H, V]
-    return linear(out.flatten(1), weights.o, weights.o_bias), selections
+    return linear(out.flatten(1), weights.o, weights.o_bias)

@@ -10,7 +10,7 @@ import safetensors.torch
 import torch
 
 import colibri
-import forward.moe
+import forward.router
 from bench import cost
 from forward.kv_cache import make_kv_cache
 from forward.mtp import mtp, mtp_logits
@@ -73,13 +73,13 @@ def test_one_expert_slot_a_layer_gives_the_same_ids(folder, load, name, naming):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_routed_experts_and_weights(load, monkeypatch, name):
     ref, _ = reference(name)
-    model, routes, plain = load(FIXTURES / name, LOOKAHEAD=0).model, [], forward.moe.route
+    model, routes, plain = load(FIXTURES / name, LOOKAHEAD=0).model, [], forward.router.route
 
     def recording(*arguments):
         routes.append(plain(*arguments))
         return routes[-1]
 
-    monkeypatch.setattr(forward.moe, "route", recording)
+    monkeypatch.setattr(forward.router, "route", recording)
     all_logits(model, ref["seq"])
     assert [str(layer) for layer in model.config.sparse_layers] == list(ref["routing"])
     for (experts, weights), layer in zip(routes, ref["routing"].values(), strict=True):
@@ -277,9 +277,9 @@ def test_costs_are_those_of_the_weights(load, name):
         tokens = [cost.decode_flops(config, context, dense.has_indexer) - head for context in range(1, length + 1)]
         assert cost.prefill_flops(config, length, dense.has_indexer) == sum(tokens) + head
     kv = make_kv_cache(config, 50)
-    assert kv.num_bytes == 4 * sum(tensor.numel() for tensor in kv.tensors)
+    num_bytes = 4 * sum(tensor.numel() for tensor in kv.tensors)
     of_mtp = sum(config.kv_widths) + (config.index_head_dim if config.indexer_types else 0)
-    assert 50 * (cost.kv_bytes_per_token(config, dense.has_indexer) + 4 * of_mtp) == kv.num_bytes
+    assert 50 * (cost.kv_bytes_per_token(config, dense.has_indexer) + 4 * of_mtp) == num_bytes
 
 
 # --- conversion -------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import torch
 import forward.attention.mla
 import forward.layers_forward
 import forward.moe
+import forward.router
 import forward.step
 from forward.kv_cache import make_kv_cache
 from forward.step import step, step_all
@@ -78,13 +79,13 @@ def test_hidden_states_of_every_layer(name, oracle_folder, load, monkeypatch):
 def test_routed_experts_and_weights(name, oracle_folder, load, monkeypatch):
     ref, _ = reference(name)
     model, routes = load(oracle_folder(name), LOOKAHEAD=0).model, []
-    plain = forward.moe.route
+    plain = forward.router.route
 
     def recording(config, weights, x):
         routes.append(plain(config, weights, x))
         return routes[-1]
 
-    monkeypatch.setattr(forward.moe, "route", recording)
+    monkeypatch.setattr(forward.router, "route", recording)
     all_logits(model, ref["seq"])
     assert len(routes) == len(ref["routing"])
     for layer, (experts, weights) in zip(model.config.sparse_layers, routes, strict=True):
