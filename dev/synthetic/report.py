@@ -16,7 +16,7 @@ from collections import OrderedDict
 
 import numpy as np
 
-import forward.moe
+import forward.router
 from forward.kv_cache import make_kv_cache
 from forward.step import step
 from load.model import load_model
@@ -64,7 +64,7 @@ def show(value):
 def record_routes(model, ids):
     """Run the ids as a prefill -> (chosen experts of each sparse layer [tokens, active], and what each router but the
     first would choose from the input of the router before it)."""
-    plain, layers = forward.moe.route, len(model.config.sparse_layers)
+    plain, layers = forward.router.route, len(model.config.sparse_layers)
     chosen, predicted, before = [], [], None
 
     def recording(config, weights, x):
@@ -76,11 +76,11 @@ def record_routes(model, ids):
         before = x
         return experts, shares
 
-    forward.moe.route = recording
+    forward.router.route = recording
     try:
         step(model, [(ids, make_kv_cache(model.config, len(ids)))])
     finally:
-        forward.moe.route = plain
+        forward.router.route = plain
     # One call for each layer of a chunk.
     return [np.concatenate(chosen[i::layers]) for i in range(layers)], [
         np.concatenate(predicted[i :: layers - 1]) for i in range(layers - 1)
