@@ -20,16 +20,13 @@ from kernels.dispatch import logprobs
 @torch.inference_mode()
 def step(model: Model, batch: TokenBatch, progress: Progress | None = None) -> Tensor:
     """-> logits float32 [B, V] after the last token of each sequence; no other logits are computed."""
-    ends = {id(kv): kv.length + len(ids) for ids, kv in batch}
-    last = {}  # hidden rows [1, D]
+    last = {}  # hidden row [1, D] of each sequence; a view would keep the whole chunk alive
     for chunk, hidden in layers_forward(model, batch, progress):
         for segment in chunk.segments:
-            if segment.kv.length == ends[id(segment.kv)]:  # a view would keep the whole chunk alive
-                last[id(segment.kv)] = hidden[segment.stop - 1 : segment.stop].clone()
-    return logits_after(model, torch.cat([last[key] for key in ends]), [end - 1 for end in ends.values()])
+            last[id(segment.kv)] = hidden[segment.stop - 1 : segment.stop].clone()
+    return logits_after(model, torch.cat(list(last.values())), [kv.length - 1 for _, kv in batch])
 
 
-@torch.inference_mode()
 def logits_after(model: Model, hidden: Tensor, positions: Sequence[int]) -> Tensor:
     """hidden [T, D] before the final norm, after the tokens at `positions` -> logits float32 [T, V]."""
     return check_logits(lm_head(model, hidden), positions)

@@ -28,34 +28,26 @@ def lossy_options(settings: Settings, num_active: int, dense: DenseTensors, disk
 
 def format_notices(settings: Settings, dense: DenseTensors, disk: ExpertDisk) -> Iterator[str]:
     """The weight formats, and the arguments that have no effect on them."""
-    ends = {"embedding": dense.embed_name, "head": dense.head_name}
+    stored = {name: matrix.format for name, matrix in dense.matrices.items()}
     mtp_names = dense.mtp_names
-    not_layers = {*ends.values(), *mtp_names}
-    of_layers = dict.fromkeys(stored.format for stored in dense.matrices.values() if stored.name not in not_layers)
-    of_experts = disk.formats(dense.config.sparse_layers)
-    of_mtp = [stored.format for stored in dense.matrices.values() if stored.name in mtp_names]
-    formats = {"experts": of_experts, "dense": of_layers}
-    formats |= {which: [dense.matrices[name].format] for which, name in ends.items()}
-    formats["MTP layer"] = dict.fromkeys([*of_mtp, *disk.formats(dense.mtp_layers)])
+    not_layers = {dense.embed_name, dense.head_name, *mtp_names}
+    of_mtp = [fmt for name, fmt in stored.items() if name in mtp_names]
+    formats = {
+        "experts": disk.formats(dense.config.sparse_layers),
+        "dense": dict.fromkeys(fmt for name, fmt in stored.items() if name not in not_layers),
+        "embedding": [stored[dense.embed_name]],
+        "head": [stored[dense.head_name]],
+        "MTP layer": dict.fromkeys([*of_mtp, *disk.formats(dense.mtp_layers)]),
+    }
     line = " | ".join(f"{which} {', '.join(map(str, found))}" for which, found in formats.items() if found)
     if any(fmt.is_integer for found in formats.values() for fmt in found):
         line += " | activations " + ("float32 (EXACT=1)" if settings.exact else f"8 bits in groups of {GROUP}")
     yield f"[format] {line}"
-    for name, found in (("expert_bits", of_experts), ("dense_bits", of_layers)):
+    for name, which in (("expert_bits", "experts"), ("dense_bits", "dense")):
         bits: int = getattr(settings, name)
-        quantized = [str(fmt) for fmt in found if fmt.is_packed]
+        quantized = [str(fmt) for fmt in formats[which] if fmt.is_packed]
         if bits < 16 and quantized:
             yield f"[format] {name} {bits} has no effect on weights that are stored as {', '.join(quantized)}"
-
-
-def mtp_notices(dense: DenseTensors) -> Iterator[str]:
-    """Notices of an MTP layer that gives no draft tokens, or bad ones."""
-    if dense.mtp_problem:
-        yield f"[MTP] no draft tokens from the MTP layer: {dense.mtp_problem}"
-        return
-    names = {name for name, _ in dense.layer_tables(dense.config.num_layers)["mtp"].values()}
-    if any(str(stored.format) == "int4-row" for stored in dense.matrices.values() if stored.name in names):
-        yield "[MTP] the layer's input projection is int4 with one scale a row: few of its draft tokens are accepted"
 
 
 def run_notices(settings: Settings, dense: DenseTensors, plan: MemoryPlan) -> Iterator[str]:
@@ -67,7 +59,12 @@ def run_notices(settings: Settings, dense: DenseTensors, plan: MemoryPlan) -> It
             f"{config.index_topk} positions"
         )
     if config.num_mtp_layers and settings.drafts:
-        yield from mtp_notices(dense)
+        if dense.mtp_problem:
+            yield f"[MTP] no draft tokens from the MTP layer: {dense.mtp_problem}"
+        else:
+            names = {name for name, _ in dense.layer_tables(config.num_layers)["mtp"].values()}
+            if any(str(dense.matrices[name].format) == "int4-row" for name in names & dense.matrices.keys()):
+                yield "[MTP] the layer's input projection is int4 with one scale a row: few draft tokens are accepted"
     if plan.num_expert_slots == plan.num_sparse_layers and config.num_experts > 1 and config.sparse_layers:
         yield "[cache] one expert slot per layer: every expert of every token is read from disk, which is slow"
     if plan.context > config.max_positions:
