@@ -6,19 +6,13 @@ Pages count as memory only once they are written.
 
 import ctypes
 import mmap
-from functools import cache
 
 import torch
 from torch import Tensor
 
+LIBC = ctypes.CDLL(None)  # its calls release the GIL, which those of mmap do not
 LINE = 64  # bytes of a cache line: no two slices share one
 MADV_POPULATE_WRITE = 23  # Linux 5.14; other systems refuse it
-
-
-@cache
-def libc() -> ctypes.CDLL:
-    """System calls that release the GIL, which those of mmap do not."""
-    return ctypes.CDLL(None)
 
 
 class Arena:
@@ -43,7 +37,7 @@ class Arena:
         It takes as long as writing zeros to them; other threads run meanwhile.
         """
         address = ctypes.c_void_p(self.bytes.data_ptr() + start)
-        return libc().madvise(address, ctypes.c_size_t(stop - start), MADV_POPULATE_WRITE) == 0
+        return LIBC.madvise(address, ctypes.c_size_t(stop - start), MADV_POPULATE_WRITE) == 0
 
     def release(self, start: int, stop: int) -> None:
         """Return whole pages to the system; their contents are lost, and zeros at the next access."""

@@ -60,14 +60,14 @@ def cgroup_usage() -> list[tuple[int, int]]:
     Inactive file pages are reclaimed under pressure, so they do not count as used.
     """
     usage = []
-    v2 = ("memory.max", "memory.current", "inactive_file")
     v1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+    v2 = ("memory.max", "memory.current", "inactive_file")
     for folder, is_v2 in cgroup_folders("memory"):
         limit_name, used_name, inactive_key = v2 if is_v2 else v1
         limit = read_cgroup_number(folder / limit_name)
         used = read_cgroup_number(folder / used_name)
         if limit is not None and used is not None and limit < UNLIMITED:
-            usage.append((limit, used - read_cgroup_stat(folder / "memory.stat", inactive_key)))
+            usage.append((limit, used - (read_cgroup_number(folder / "memory.stat", inactive_key) or 0)))
     return usage
 
 
@@ -88,26 +88,14 @@ def cgroup_folders(controller: str) -> Iterator[tuple[Path, bool]]:
             continue
         folder = root / path.lstrip("/")
         # In a container the path may point outside of what it can see; the visible root then holds the limit.
-        while True:
-            yield folder, is_v2
-            if folder == root or root not in folder.parents:
-                break
-            folder = folder.parent
+        yield from ((each, is_v2) for each in (folder, *folder.parents) if each.is_relative_to(root))
 
 
-def read_cgroup_number(path: Path) -> int | None:
-    try:
-        text = path.read_text().strip()
-    except OSError:
-        return None
-    return int(text) if text.isdigit() else None
-
-
-def read_cgroup_stat(path: Path, key: str) -> int:
-    """One value of a file of `key value` lines; 0 if it is not there."""
+def read_cgroup_number(path: Path, key: str = "") -> int | None:
+    """The number of a file, or that of the line `key number`; None if it is not there or "max"."""
     with suppress(OSError, ValueError):
         for line in path.read_text().splitlines():
-            name, _, value = line.partition(" ")
+            name, _, value = line.rpartition(" ")
             if name == key:
                 return int(value)
-    return 0
+    return None

@@ -50,8 +50,7 @@ class Family:
 
     def mtp_tensors(self, c: ModelConfig, layer: int) -> TensorTable:
         """Tensors of the multi-token-prediction layer beside those of a sparse layer."""
-        prefix = self.layer_prefix(layer)
-        D = c.hidden_size
+        prefix, D = self.layer_prefix(layer), c.hidden_size
         return {
             "input_proj": (self.mtp_projection(layer), (D, 2 * D)),  # embedding half first
             "embed_norm": (prefix + "enorm.weight", (D,)),
@@ -61,10 +60,10 @@ class Family:
 
     def mtp_own_tensors(self, c: ModelConfig, layer: int) -> TensorTable:
         """The MTP layer's own embedding and head; absent in most snapshots, which share the model's."""
-        shape = (c.vocab_size, c.hidden_size)
+        prefix, shape = self.layer_prefix(layer), (c.vocab_size, c.hidden_size)
         return {
-            "embed": (self.layer_prefix(layer) + "embed_tokens.weight", shape),
-            "lm_head": (self.layer_prefix(layer) + "shared_head.head.weight", shape),
+            "embed": (prefix + "embed_tokens.weight", shape),
+            "lm_head": (prefix + "shared_head.head.weight", shape),
         }
 
     def attention_tensors(self, c: ModelConfig, layer: int) -> TensorTable:
@@ -111,32 +110,25 @@ class Family:
 
     def expert_bias_tensors(self, c: ModelConfig, layer: int) -> TensorTable:
         """Biases of all experts of a layer; they stay in memory."""
-        prefix = self.layer_prefix(layer) + "mlp.experts."
-        E = c.num_experts
-        return {
-            "gate_up": (prefix + "gate_up_proj_bias", (E, 2 * c.moe_intermediate_size)),
-            "down": (prefix + "down_proj_bias", (E, c.hidden_size)),
-        }
+        prefix, E = self.layer_prefix(layer) + "mlp.experts.", c.num_experts
+        gate_up, down = (E, 2 * c.moe_intermediate_size), (E, c.hidden_size)
+        return {"gate_up": (prefix + "gate_up_proj_bias", gate_up), "down": (prefix + "down_proj_bias", down)}
 
     def fused_expert_tensors(self, c: ModelConfig, layer: int) -> TensorTable:
         """All experts of a layer in two tensors, as transformers 5 holds them; split by snapshot/fused.py."""
         prefix = self.layer_prefix(layer) + "mlp.experts."
         E, D, W = c.num_experts, c.hidden_size, c.moe_intermediate_size
-        return {
-            "gate_up": (prefix + "gate_up_proj", (E, D, 2 * W) if self.is_gate_up_interleaved else (E, 2 * W, D)),
-            "down": (prefix + "down_proj", (E, W, D) if self.is_gate_up_interleaved else (E, D, W)),
-        }
+        gate_up, down = ((E, D, 2 * W), (E, W, D)) if self.is_gate_up_interleaved else ((E, 2 * W, D), (E, D, W))
+        return {"gate_up": (prefix + "gate_up_proj", gate_up), "down": (prefix + "down_proj", down)}
 
     def mxfp4_expert_tensors(self, c: ModelConfig, layer: int) -> TensorTable:
         """Fused experts in MXFP4, as gpt-oss publishes them: blocks of 32 columns with a scale each."""
         if not self.is_gate_up_interleaved:
             return {}
         prefix = self.layer_prefix(layer) + "mlp.experts."
+        D, W = c.hidden_size, c.moe_intermediate_size
         table: TensorTable = {}
-        for word, rows, columns in (
-            ("gate_up", 2 * c.moe_intermediate_size, c.hidden_size),
-            ("down", c.hidden_size, c.moe_intermediate_size),
-        ):
+        for word, rows, columns in (("gate_up", 2 * W, D), ("down", D, W)):
             shape = (c.num_experts, rows, columns // 32)
             table[word] = (f"{prefix}{word}_proj_blocks", (*shape, 16))
             table[word + "_scales"] = (f"{prefix}{word}_proj_scales", shape)
@@ -174,18 +166,11 @@ def mla_tensors(c: ModelConfig, prefix: str) -> TensorTable:
 def gqa_tensors(c: ModelConfig, prefix: str) -> TensorTable:
     q_width = c.num_heads * c.qk_head_dim
     k_width, v_width = c.kv_widths
-    table: TensorTable = {
-        "q": (prefix + "q_proj.weight", (q_width, c.hidden_size)),
-        "k": (prefix + "k_proj.weight", (k_width, c.hidden_size)),
-        "v": (prefix + "v_proj.weight", (v_width, c.hidden_size)),
-        "o": (prefix + "o_proj.weight", (c.hidden_size, c.num_heads * c.v_head_dim)),
-    }
+    widths = {"q": q_width, "k": k_width, "v": v_width}
+    table: TensorTable = {word: (f"{prefix}{word}_proj.weight", (widths[word], c.hidden_size)) for word in widths}
+    table["o"] = (prefix + "o_proj.weight", (c.hidden_size, c.num_heads * c.v_head_dim))
     if c.attention_bias:
-        table |= {
-            "q_bias": (prefix + "q_proj.bias", (q_width,)),
-            "k_bias": (prefix + "k_proj.bias", (k_width,)),
-            "v_bias": (prefix + "v_proj.bias", (v_width,)),
-        }
+        table |= {f"{word}_bias": (f"{prefix}{word}_proj.bias", (widths[word],)) for word in widths}
     if c.output_bias:
         table["o_bias"] = (prefix + "o_proj.bias", (c.hidden_size,))
     if c.qk_norm:
@@ -198,9 +183,6 @@ def gqa_tensors(c: ModelConfig, prefix: str) -> TensorTable:
 
 
 def mlp_tensors(c: ModelConfig, prefix: str, width: int, names: tuple[str, str, str] = MLP_NAMES) -> TensorTable:
-    gate, up, down = names
-    return {
-        "gate": (f"{prefix}{gate}.weight", (width, c.hidden_size)),
-        "up": (f"{prefix}{up}.weight", (width, c.hidden_size)),
-        "down": (f"{prefix}{down}.weight", (c.hidden_size, width)),
-    }
+    shapes = (width, c.hidden_size), (width, c.hidden_size), (c.hidden_size, width)
+    pairs = zip(("gate", "up", "down"), names, shapes, strict=True)
+    return {word: (f"{prefix}{name}.weight", shape) for word, name, shape in pairs}

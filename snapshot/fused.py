@@ -52,16 +52,14 @@ def split_expert(
     W, D = config.moe_intermediate_size, config.hidden_size
     sliced = {word: slice_expert(entry, expert) for word, entry in entries.items()}
     gate_up, down = sliced["gate_up"], sliced["down"]
-    if "gate_up_scales" in sliced:  # MXFP4
-        scales, down_scales = sliced["gate_up_scales"], sliced["down_scales"]
-        rows = [RowSelection(i, 2, 2 * W) for i in (0, 1)]
-        gate, up = (StoredWeight(gate_up.name, MXFP4, W, D, gate_up, scales, selection) for selection in rows)
-        return [gate, up, StoredWeight(down.name, MXFP4, D, W, down, down_scales)]
-    fmt, down_fmt = FLOATS[gate_up.dtype], FLOATS[down.dtype]
+    is_float = "down_scales" not in sliced  # else MXFP4
+    fmt, down_fmt = (FLOATS[entry.dtype] if is_float else MXFP4 for entry in (gate_up, down))
     if family.is_gate_up_interleaved:
-        rows = [RowSelection(i, 2, 2 * W, is_transposed=True) for i in (0, 1)]
-        gate, up = (StoredWeight(gate_up.name, fmt, W, D, gate_up, None, selection) for selection in rows)
-        return [gate, up, StoredWeight(down.name, down_fmt, D, W, down, None, RowSelection(0, 1, D, True))]
+        scales, down_scales = sliced.get("gate_up_scales"), sliced.get("down_scales")
+        rows = [RowSelection(i, 2, 2 * W, is_transposed=is_float) for i in (0, 1)]
+        gate, up = (StoredWeight(gate_up.name, fmt, W, D, gate_up, scales, selection) for selection in rows)
+        down_rows = RowSelection(0, 1, D, is_transposed=True) if is_float else None
+        return [gate, up, StoredWeight(down.name, down_fmt, D, W, down, down_scales, down_rows)]
     half = gate_up.num_bytes // 2
     gate, up = (StoredWeight(gate_up.name, fmt, W, D, slice_bytes(gate_up, start, half)) for start in (0, half))
     return [gate, up, StoredWeight(down.name, down_fmt, D, W, down)]

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 from errors import Refused, shorten, show
 from kernels.formats import DTYPES
+from machine.fields import to_text
 from snapshot.reader import open_checked, parse_json_object, read_json_object
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -147,15 +148,11 @@ def read_weight_map(listing: Path) -> dict[str, str]:
     if not isinstance(weight_map, dict):
         raise Refused(f"{listing}: weight_map must map tensor names to file names")
     for name, file in weight_map.items():
-        if not isinstance(file, str) or not is_plain_name(file):
+        is_plain = isinstance(file, str) and file.isprintable() and Path(file).name == file
+        if not is_plain or not file.endswith(".safetensors"):
             problem = f"weight_map puts {shorten(name)} in {show(file)}"
             raise Refused(f"{listing}: {problem}, expected the name of a *.safetensors file beside it")
     return weight_map
-
-
-def is_plain_name(file: str) -> bool:
-    """True for the name of a *.safetensors file in the folder itself."""
-    return file.isprintable() and file.endswith(".safetensors") and Path(file).name == file
 
 
 def list_files(folder: Path, weight_map: dict[str, str]) -> list[Path]:
@@ -203,18 +200,16 @@ def read_header(path: Path) -> tuple[dict[str, TensorEntry], dict[str, Any]]:
     metadata = metadata if isinstance(metadata, dict) else {}
     data_start = 8 + header_bytes
     entries = {name: parse_entry(path, name, fields, data_start) for name, fields in header.items()}
-    end = data_start
-    cut = None  # the first tensor that the file does not hold whole
+    end, cut_name = data_start, None
     for entry in sorted(entries.values(), key=lambda entry: (entry.offset, entry.num_bytes)):
         if entry.offset != end:
             problem = f"tensor {shorten(entry.name)} overlaps its neighbor or leaves a gap"
             raise Refused(f"{path}: {problem}; the file is broken, download it again")
         end = entry.offset + entry.num_bytes
-        if cut is None and end > file_bytes:
-            cut = entry.name
+        if end > file_bytes:
+            cut_name = cut_name or shorten(entry.name)  # the first tensor that the file does not hold whole
     if end != file_bytes:
-        word = "longer" if cut is None else "shorter"
-        where = "" if cut is None else f", it ends before tensor {shorten(cut)} does"
+        word, where = ("shorter", f", it ends before tensor {cut_name} does") if end > file_bytes else ("longer", "")
         problem = f"is {word} than its header says ({file_bytes} bytes, {end} expected{where})"
         raise Refused(f"{path}: {problem}; download it again")
     return entries, metadata
@@ -238,7 +233,7 @@ def parse_entry(path: Path, name: str, fields: Any, data_start: int) -> TensorEn
     def refuse(problem: str) -> NoReturn:
         raise Refused(f"{path}: tensor {shorten(name)} {problem}; the file is broken, download it again")
 
-    if not is_unicode(name):
+    if to_text(name) is None:
         raise Refused(f"{path}: the name of tensor {show(name)} is not valid Unicode; the file is broken")
     fields = fields if isinstance(fields, dict) else {}
     dtype, shape, offsets = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
@@ -254,12 +249,3 @@ def parse_entry(path: Path, name: str, fields: Any, data_start: int) -> TensorEn
     if dtype in ITEM_BYTES and size * ITEM_BYTES[dtype] != num_bytes:
         refuse(f"of shape {show(shape)} and dtype {dtype} does not fill its {num_bytes} bytes")
     return TensorEntry(name, path, data_start + offsets[0], num_bytes, dtype, tuple(shape))
-
-
-def is_unicode(text: str) -> bool:
-    """False for a text with half a surrogate pair, which JSON can spell and UTF-8 cannot."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True

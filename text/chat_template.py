@@ -7,10 +7,7 @@ expect. Messages and tools are plain JSON values; nothing else reaches a templat
 import json
 from collections.abc import Mapping
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from jinja2.sandbox import ImmutableSandboxedEnvironment  # only chats need it; see make_environment
+from typing import Any
 
 Message = dict[str, Any]  # of the OpenAI API: role, content, tool_calls, ...
 REASONING = ("reasoning_content", "thinking", "reasoning")  # keys of a message's reasoning, the usual one first
@@ -50,7 +47,7 @@ def normalize_message(message: Message) -> Message:
     return {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
-def make_environment() -> "ImmutableSandboxedEnvironment":
+def make_environment() -> Any:
     """The jinja2 environment of chat templates. Imported here: only chats need jinja2, and it takes 0.1 s."""
     from jinja2 import TemplateError, nodes
     from jinja2.ext import Extension
