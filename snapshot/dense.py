@@ -4,7 +4,6 @@ Names and shapes are checked at opening, before anything is read. Vectors and th
 as stored, or are quantized at load if that is asked for and they are not packed already.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -40,7 +39,8 @@ class DenseTensors:
         biases = {name for tables in routed for name, _ in tables.get("expert_biases", {}).values()}
         self.matrices: dict[str, StoredWeight] = {}
         self.floats: dict[str, TensorEntry] = {}  # tensors that become float32: vectors, routers and expert biases
-        for table in self.tensor_tables():
+        layers = (*range(config.num_layers), *self.mtp_layers)
+        for table in (top, *(table for layer in layers for table in self.layer_tables(layer).values())):
             for name, shape in table.values():
                 # A quantized router would choose other experts.
                 if len(shape) == 1 or name in self.router_names or name in biases:
@@ -73,15 +73,14 @@ class DenseTensors:
     def check_layers(self) -> None:
         """Refuse a missing layer, and layers beyond those of config.json; one, the MTP layer, may follow."""
         index, family, num_layers = self.index, self.family, self.config.num_layers
+        asked = f"config.json asks for {num_layers} layers"
         for layer in range(num_layers):
             if not index.has_layer(family.layer_prefix(layer)):
                 name = family.attention_tensors(self.config, layer)["input_norm"][0]
-                asked = f"config.json asks for {num_layers} layers"
                 raise index.incomplete(f"layer {layer} has no tensors, {name} for one; {asked}")
         has_mtp = self.config.num_mtp_layers or family.mtp_projection(num_layers) in index
         for layer in (num_layers + 1,) if has_mtp else (num_layers, num_layers + 1):
             if index.has_layer(family.layer_prefix(layer)):
-                asked = f"config.json asks for {num_layers} layers"
                 raise Refused(f"{index.folder}: holds tensors of layer {layer}, {asked}")
 
     def find_indexer(self) -> bool:
@@ -92,12 +91,6 @@ class DenseTensors:
         if missing and len(missing) < len(names):
             raise self.index.incomplete(f"the indexer is incomplete, tensor {missing[0]} is missing")
         return bool(names) and not missing
-
-    def tensor_tables(self) -> Iterator[TensorTable]:
-        """Every table of the dense tensors."""
-        yield self.family.model_tensors(self.config)
-        for layer in (*range(self.config.num_layers), *self.mtp_layers):
-            yield from self.layer_tables(layer).values()
 
     def layer_tables(self, layer: int) -> dict[str, TensorTable]:
         """The tables of one layer by part; layer num_layers is the MTP layer."""

@@ -33,12 +33,10 @@ class Family:
         return resolved
 
     def model_tensors(self, c: ModelConfig) -> TensorTable:
-        table: TensorTable = {
-            "embed": ("model.embed_tokens.weight", (c.vocab_size, c.hidden_size)),
-            "norm": ("model.norm.weight", (c.hidden_size,)),
-        }
+        V, D = c.vocab_size, c.hidden_size
+        table: TensorTable = {"embed": ("model.embed_tokens.weight", (V, D)), "norm": ("model.norm.weight", (D,))}
         if not c.tie_word_embeddings:
-            table["lm_head"] = ("lm_head.weight", (c.vocab_size, c.hidden_size))
+            table["lm_head"] = ("lm_head.weight", (V, D))
         return table
 
     def layer_prefix(self, layer: int) -> str:
@@ -61,10 +59,8 @@ class Family:
     def mtp_own_tensors(self, c: ModelConfig, layer: int) -> TensorTable:
         """The MTP layer's own embedding and head; absent in most snapshots, which share the model's."""
         prefix, shape = self.layer_prefix(layer), (c.vocab_size, c.hidden_size)
-        return {
-            "embed": (prefix + "embed_tokens.weight", shape),
-            "lm_head": (prefix + "shared_head.head.weight", shape),
-        }
+        names = {"embed": "embed_tokens.weight", "lm_head": "shared_head.head.weight"}
+        return {word: (prefix + name, shape) for word, name in names.items()}
 
     def attention_tensors(self, c: ModelConfig, layer: int) -> TensorTable:
         prefix = self.layer_prefix(layer)

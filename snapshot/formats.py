@@ -82,7 +82,7 @@ def find_stored_weight(index: TensorIndex, name: str, shape: tuple[int, ...]) ->
     rows, columns = shape
     if name + SCALES in index:
         return find_packed_weight(index, name, rows, columns)
-    if index.dtype_of(name) == "F8_E4M3":
+    if index.find_entry(name).dtype == "F8_E4M3":
         return find_fp8_weight(index, name, rows, columns)
     entry = index.find_checked(name, shape)
     return StoredWeight(name, FLOATS[entry.dtype], rows, columns, entry)

@@ -66,10 +66,6 @@ class TensorIndex:
         """True if any tensor of a layer is there; `prefix` as from Family.layer_prefix."""
         return prefix in self.layer_prefixes
 
-    def dtype_of(self, name: str) -> str | None:
-        """The dtype of a tensor, None if it is missing."""
-        return self.entries[name].dtype if name in self.entries else None
-
     def declared_format(self, name: str) -> str | None:
         """The format that the metadata declares for a tensor, by its name or the longest prefix up to a dot."""
         formats, parts = self.formats[self.entries[name].path], name.split(".")

@@ -41,7 +41,11 @@ class TextTokenizer:
         extra, template = folder / "tokenizer_config.json", folder / "chat_template.jinja"
         # lexists: a dangling link is a broken download, not an absent file.
         self.tokenizer_config: dict[str, Any] = read_json_object(extra) if os.path.lexists(extra) else {}
-        source = read_text(template) if os.path.lexists(template) else self.tokenizer_config.get("chat_template")
+        source = self.tokenizer_config.get("chat_template")
+        if os.path.lexists(template):
+            data = read_file(template)
+            with refusing(template, "is not valid UTF-8; download it again"):
+                source = data.decode()
         # A source text; anything else in tokenizer_config.json counts as no template.
         self.chat_template: Any = default_template(source) if isinstance(source, list) else source
         self.lock = threading.Lock()  # encode_as_text changes the tokenizer for a moment
@@ -166,9 +170,7 @@ class TextTokenizer:
         if isinstance(value, list):
             return [self.break_special(item, separator) for item in value]
         if isinstance(value, dict):
-            return {
-                self.break_special(name, separator): self.break_special(item, separator) for name, item in value.items()
-            }
+            return dict(self.break_special([*pair], separator) for pair in value.items())
         return value
 
 
@@ -185,8 +187,8 @@ BYTES = byte_alphabet()
 
 def default_template(templates: list[Any]) -> Any:
     """[{"name", "template"}, ...] -> the one called default; None if there is none."""
-    named = [entry for entry in templates if isinstance(entry, dict) and entry.get("name") == "default"]
-    return named[0].get("template") if named else None
+    named = (entry for entry in templates if isinstance(entry, dict) and entry.get("name") == "default")
+    return next(named, {}).get("template")
 
 
 @contextmanager
@@ -198,11 +200,3 @@ def refusing(path: Path, problem: str) -> Iterator[None]:
         raise
     except BaseException as error:  # the tokenizers library raises bare Exception, and its panics are not even that
         raise Refused(f"{path}: {problem} ({shorten(reason(error), 300)})") from None
-
-
-def read_text(path: Path) -> str:
-    """A file of UTF-8 text."""
-    try:
-        return read_file(path).decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise Refused(f"{path}: is not valid UTF-8 at byte {error.start}; download it again") from None

@@ -3,8 +3,7 @@
 from snapshot import config_parts as parts
 from snapshot.config import ModelConfig
 from snapshot.config_fields import ConfigFields
-
-TEXT_PREFIX = ("[gMASK]", "<sop>")
+from snapshot.families.glm_moe_dsa import TEXT_PREFIX
 
 
 def parse_config(fields: ConfigFields) -> ModelConfig:
