@@ -94,7 +94,7 @@ def make_prompt(opened, settings, count):
         if len(ids) >= count:
             return ids[:count], f"text ({TEXTS[0]} and what follows it)"
     elif reference_path(settings).exists():
-        ids = read_reference(settings, opened, "full_ids")["full_ids"]
+        ids = read_reference(settings, opened, "full_ids")[0]
         if len(ids) >= count:
             return ids[:count], f"full_ids of {reference_path(settings).name}"
     ids = random.Random(SEED).choices(range(opened.config.vocab_size), k=count)

@@ -48,7 +48,7 @@ def first_difference(ids, expected):
 def check(settings, opened, num_rows, num_tokens):
     """-> exit code."""
     has_reference = settings.ref or reference_path(settings).exists()
-    prompt = read_reference(settings, opened, "prompt_ids")["prompt_ids"] if has_reference else list(range(8))
+    prompt = read_reference(settings, opened, "prompt_ids")[0] if has_reference else list(range(8))
     loaded = load_model(settings, opened)
     say(loaded.kernels)
     model = loaded.model

@@ -13,6 +13,7 @@ from forward.finite import NonFinite
 from forward.kv_cache import make_kv_cache
 from generate.decode import DecodeCounters, spec_decode
 from generate.draft import Drafter, Proposers
+from generate.draft_length import DraftLength
 from generate.sampler import Sampler
 from generate.tools.tool_state import Tool, ToolState
 from load.model import LoadedModel, OpenedSnapshot, load_model
@@ -21,7 +22,7 @@ from machine.exit import Terminated
 from machine.memory import rss_bytes
 from modes.chat_history import ChatHistory
 from modes.chat_tools import NOTICE, make_tool
-from modes.report import RunReport, divide, save_usage
+from modes.report import divide, save_usage, say_loaded
 from modes.text import describe_sampler, write
 from settings import Settings
 from text.detokenizer import Detokenizer
@@ -43,7 +44,9 @@ def run_chat(settings: Settings, opened: OpenedSnapshot, message: str | None = N
         say(history.prefix.notice)
     if tools:
         say(NOTICE)
-    chat = Chat(settings, load_model(settings, opened), tokenizer, tools)
+    loaded = load_model(settings, opened)
+    say_loaded(loaded)
+    chat = Chat(settings, loaded, tokenizer, tools)
     say(
         f"[chat] answers of at most {settings.ngen} tokens (NGEN), {opened.context} positions (CTX) | "
         f"{describe_sampler(chat.sampler)}"
@@ -53,7 +56,7 @@ def run_chat(settings: Settings, opened: OpenedSnapshot, message: str | None = N
             return 130 if answer_question(chat, history, ids) == STOPPED else 0
         chat_loop(chat, history)
     finally:
-        save_usage(chat.loaded, chat.totals.num_prefilled + chat.totals.num_tokens)
+        save_usage(loaded, chat.totals.num_prefilled + chat.totals.num_tokens)
     return 0
 
 
@@ -108,11 +111,10 @@ class Chat:
     ) -> None:
         self.loaded = loaded
         self.tokenizer = tokenizer
-        self.run = RunReport("chat", loaded)
         self.kv = make_kv_cache(loaded.config, loaded.context)
         self.ids: list[int] = []  # the KV cache holds the first kv.length of them
         self.proposers = Proposers(loaded.model, self.kv)
-        self.drafter = Drafter(loaded.model, self.run.draft_length)
+        self.drafter = Drafter(loaded.model, DraftLength(loaded.draft))
         self.sampler = Sampler(settings.temp, settings.nucleus, settings.seed)
         self.stop_ids = all_stop_ids(loaded.config, tokenizer)
         self.tools = tools
@@ -174,7 +176,7 @@ class Chat:
         return f"cut off at NGEN={self.ngen}" if max_tokens == self.ngen else f"cut off: CTX={self.kv.capacity} is full"
 
     def statistics_line(self) -> str:
-        t, hits = self.totals, self.run.mark().cache.hit_rate
+        t, hits = self.totals, self.loaded.model.experts.counters.hit_rate
         speed = f"{t.num_decoded / t.decode_seconds:.1f}" if t.num_decoded else "-"
         return (
             f"[stats] {t.num_answers} answers, {t.num_tokens} tokens  {speed} tok/s  "
@@ -223,20 +225,18 @@ def read_line(is_terminal: bool) -> str | None:
     """
     if sys.stdin is None:
         return None
-    if is_terminal:
-        try:
-            if sys.stdout.isatty():
-                return input(PROMPT_SIGN)  # edits lines, but shows the sign on stdout
-            if sys.stderr.isatty():
-                print(PROMPT_SIGN, end="", file=sys.stderr, flush=True)
-            return sys.stdin.readline() or None
-        except EOFError:
-            return None
-        except KeyboardInterrupt as error:
-            if isinstance(error, Terminated):
-                raise
-            return None
-    return sys.stdin.buffer.readline().decode("utf-8", "surrogateescape") or None
+    if not is_terminal:
+        return sys.stdin.buffer.readline().decode("utf-8", "surrogateescape") or None
+    try:
+        if sys.stdout.isatty():
+            return input(PROMPT_SIGN)  # edits lines, but shows the sign on stdout
+        if sys.stderr.isatty():
+            print(PROMPT_SIGN, end="", file=sys.stderr, flush=True)
+        return sys.stdin.readline() or None
+    except Terminated:
+        raise
+    except (EOFError, KeyboardInterrupt):
+        return None
 
 
 def answer_question(chat: Chat, history: ChatHistory, ids: list[int]) -> str | None:

@@ -14,8 +14,7 @@ from settings import Settings
 
 def run_check(settings: Settings, opened: OpenedSnapshot) -> int:
     """-> 0 when every token equals the reference, else 1."""
-    reference = read_reference(settings, opened, "prompt_ids", "full_ids")
-    prompt, full = reference["prompt_ids"], reference["full_ids"]
+    prompt, full = read_reference(settings, opened, "prompt_ids", "full_ids")
     if full[: len(prompt)] != prompt or len(full) == len(prompt):
         raise Refused(f"{reference_path(settings)}: full_ids must be prompt_ids and at least one token more")
     loaded = load_model(settings, opened)

@@ -14,17 +14,16 @@ def reference_path(settings: Settings) -> Path:
     return Path(settings.ref) if settings.ref else Path(settings.snap) / "ref_glm.json"
 
 
-def read_reference(settings: Settings, opened: OpenedSnapshot, *keys: str) -> dict[str, list[int]]:
-    """-> {key: token ids}. Refused for ids that are missing, outside the vocabulary, or more than CTX."""
+def read_reference(settings: Settings, opened: OpenedSnapshot, *keys: str) -> list[list[int]]:
+    """-> the token ids of each key. Refused for ids that are missing, outside the vocabulary, or more than CTX."""
     path = reference_path(settings)
     if not path.exists():
         raise Refused(f"{path}: no such file; REF must name a reference (dev/make_reference.py makes one)")
-    fields, reference = FieldReader(read_json_object(path), str(path)), {}
-    for key in keys:
-        ids = fields.wholes(key, high=opened.config.vocab_size - 1)
+    fields = FieldReader(read_json_object(path), str(path))
+    all_ids = [fields.wholes(key, high=opened.config.vocab_size - 1) for key in keys]
+    for key, ids in zip(keys, all_ids, strict=True):
         if not ids:
             raise Refused(f"{path}: {key} is empty")
         if len(ids) > opened.context:
             raise Refused(f"{path}: {key} has {len(ids)} tokens, CTX is {opened.context}; raise CTX")
-        reference[key] = ids
-    return reference
+    return all_ids

@@ -19,8 +19,7 @@ from settings import Settings
 
 def run_replay(settings: Settings, opened: OpenedSnapshot) -> int:
     """-> 0. The first line on stdout is REPLAY decode: N token in S s | X tok/s | expert hit Y%."""
-    reference = read_reference(settings, opened, "prompt_ids", "full_ids")
-    prompt, full = reference["prompt_ids"], reference["full_ids"]
+    prompt, full = read_reference(settings, opened, "prompt_ids", "full_ids")
     if len(prompt) < 2 or len(full) <= len(prompt):
         raise Refused(f"{reference_path(settings)}: REPLAY needs two prompt_ids and one token more in full_ids")
     loaded = load_model(settings, opened)
@@ -28,7 +27,7 @@ def run_replay(settings: Settings, opened: OpenedSnapshot) -> int:
     run = RunReport("replay", loaded, first)
     kv = make_kv_cache(model.config, len(full))
     step(model, [(full[:first], kv)], PrefillProgress(first))
-    run.prefill_done()
+    run.prefilled = run.mark()
     num_equal = 0
     for at in range(first, len(full) - 1):
         logits = step(model, [([full[at]], kv)])  # [1, vocab]

@@ -43,7 +43,7 @@ class CounterMark:
 class RunReport:
     """Measures one run from the moment the model is loaded: a prefill phase, then a decode phase.
 
-    A mode fills `counters`, calls `on_token` for each token of its answer or `prefill_done`, and ends with `finish`.
+    A mode fills `counters`, calls `on_token` for each token of its answer or sets `prefilled`, and ends with `finish`.
     Before it prints numbers of its own it calls `end`.
     """
 
@@ -65,10 +65,6 @@ class RunReport:
         return CounterMark(
             time.perf_counter(), replace(experts.counters), experts.busy_seconds, dict(self.model.profile.seconds)
         )
-
-    def prefill_done(self) -> None:
-        """End the prefill phase and begin the decode phase."""
-        self.prefilled = self.mark()
 
     def end(self) -> None:
         """Stop the clocks, so that everything said of the run is the same number."""

@@ -14,8 +14,7 @@ MAX_LISTED = 20  # differences
 
 def run_teacher_forcing(settings: Settings, opened: OpenedSnapshot) -> int:
     """-> 0 when the argmax after every position equals the reference, else 1."""
-    reference = read_reference(settings, opened, "full_ids", "tf_pred")
-    ids, expected = reference["full_ids"], reference["tf_pred"]
+    ids, expected = read_reference(settings, opened, "full_ids", "tf_pred")
     if len(ids) != len(expected):
         raise Refused(f"{reference_path(settings)}: tf_pred has {len(expected)} entries for {len(ids)} of full_ids")
     loaded = load_model(settings, opened)

@@ -40,9 +40,6 @@ class ContainerTensor:
     num_bytes: int
 
 
-Groups = Sequence[Sequence[ContainerTensor]]
-
-
 def make_tensor(name: str, dtype: str, shape: tuple[int, ...]) -> ContainerTensor:
     return ContainerTensor(name, dtype, shape, math.prod(shape) * ITEM_BYTES[dtype])
 
@@ -62,29 +59,24 @@ def weight_tensors(
     return [scales, make_tensor(name, "U8", (rows * fmt.row_bytes(columns),))]
 
 
-def with_padding(groups: Groups, stem: str) -> list[ContainerTensor]:
-    """All tensors of the groups, with padding after each group that does not end at a page."""
-    tensors: list[ContainerTensor] = []
-    for group in groups:
-        tensors += group
-        missing = -sum(tensor.num_bytes for tensor in group) % PAGE
-        if missing:
-            tensors.append(make_tensor(f"{PADDING}{stem}.{len(tensors)}", "U8", (missing,)))
-    return tensors
-
-
 @dataclass(frozen=True)
 class Shard:
     """One file of a container. formats: names of packed tensors, or their prefixes up to a dot -> format name."""
 
     name: str
-    groups: Groups
+    groups: Sequence[Sequence[ContainerTensor]]
     formats: dict[str, str]
     source: str = ""
 
     @cached_property
     def tensors(self) -> list[ContainerTensor]:
-        return with_padding(self.groups, Path(self.name).stem)
+        """All tensors of the groups, with padding after each group that does not end at a page."""
+        tensors: list[ContainerTensor] = []
+        for group in self.groups:
+            tensors += group
+            if missing := -sum(tensor.num_bytes for tensor in group) % PAGE:
+                tensors.append(make_tensor(f"{PADDING}{Path(self.name).stem}.{len(tensors)}", "U8", (missing,)))
+        return tensors
 
     @cached_property
     def header(self) -> bytes:

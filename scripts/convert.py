@@ -39,6 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from errors import Refused, printable
 from kernels.formats import GROUPS
 from kernels.quantize import quantize_with_scales, row_blocks
+from machine.console import Terminal, say, show_bar
 from machine.exit import exit_code
 from machine.files import PARTIAL, atomic_write
 from scripts.container import CHECKSUM, UNKNOWN, Shard, replace_checksum
@@ -73,19 +74,15 @@ class ConversionProgress:
     def add(self, num_bytes: int, shard: str) -> None:
         self.done_bytes += num_bytes
         now = time.monotonic()
-        if sys.stderr.isatty() and (now - self.shown_at > 0.2 or self.done_bytes >= self.total_bytes):
+        if Terminal.has_bar and now - self.shown_at > 0.2:
             self.shown_at = now
-            filled = int(24 * self.done_bytes / self.total_bytes)
-            print(f"\r{self.line(shard)} {'#' * filled}{'.' * (24 - filled)} ", end="", file=sys.stderr, flush=True)
+            show_bar(self.line(shard), self.done_bytes / self.total_bytes, seconds=0)
 
     def count(self, contents: Iterable[list[Tensor]], shard: str) -> Iterator[Tensor]:
         """Yield the tensors of all lists; their bytes count once all of a list are taken."""
         for tensors in contents:
             yield from tensors
             self.add(sum(tensor.numel() * tensor.element_size() for tensor in tensors), shard)
-
-    def shard_done(self, shard: str) -> None:
-        print(("\r\x1b[K" if sys.stderr.isatty() else "") + self.line(shard), file=sys.stderr, flush=True)
 
     def line(self, shard: str) -> str:
         seconds = max(time.monotonic() - self.started, 1e-3)
@@ -109,10 +106,10 @@ def convert(conversion: Conversion, out: Path, num_threads: int) -> int:
     total = sum(shard.num_bytes for shard in missing)
     check_disk(out, total, conversion.shards)
     # A link to nothing is a broken download: read_file refuses it before anything is written.
-    present = [name for name in COMPANIONS if os.path.lexists(conversion.folder / name)]
-    companions = {name: read_file(conversion.folder / name) for name in present}
+    sources = [conversion.folder / name for name in COMPANIONS]
+    companions = {path.name: read_file(path) for path in sources if os.path.lexists(path)}
     if num_present := len(conversion.shards) - len(missing):
-        print(f"[convert] {num_present} of {len(conversion.shards)} files are there already", file=sys.stderr)
+        say(f"[convert] {num_present} of {len(conversion.shards)} files are there already")
     for name, data in companions.items():
         with atomic_write(out / name, keep_partial=True) as file:
             file.write(data)
@@ -121,7 +118,7 @@ def convert(conversion: Conversion, out: Path, num_threads: int) -> int:
         groups = conversion.shards[shard.name]
         contents = in_threads(lambda group: group.read_contents(conversion.reader), groups, num_threads)
         shard.write(out, progress.count(contents, shard.name))
-        progress.shard_done(shard.name)
+        say(progress.line(shard.name))
     return total
 
 
@@ -137,8 +134,7 @@ def in_threads(work: Callable[[T], R], items: Iterable[T], num_threads: int) -> 
             while pending:
                 yield pending.popleft().result()
         finally:
-            for future in pending:
-                future.cancel()
+            pool.shutdown(cancel_futures=True)
 
 
 @contextmanager
@@ -152,8 +148,8 @@ def locked_folder(out: Path) -> Iterator[None]:
         except BlockingIOError:
             raise Refused(f"{out}: another conversion is writing there; wait for it, or name another folder") from None
         except OSError as error:  # some network file systems cannot lock a folder
-            reason = f"{printable(str(out))} cannot be locked ({error.strerror})"
-            print(f"[convert] {reason}; start no second conversion into it", file=sys.stderr)
+            name = printable(str(out))
+            say(f"[convert] {name} cannot be locked ({error.strerror}); start no second conversion into it")
         yield
     finally:
         os.close(descriptor)
@@ -185,10 +181,6 @@ def check_disk(out: Path, num_bytes: int, shards: Iterable[str]) -> None:
         )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Reading it back
-
-
 def verify(conversion: Conversion, out: Path, num_threads: int) -> tuple[list[str], dict[str, float]]:
     """Check the checksum of every shard, and every tensor against the source.
 
@@ -206,13 +198,13 @@ def verify(conversion: Conversion, out: Path, num_threads: int) -> tuple[list[st
             items = [item for group in groups for item in group.items]
             found = in_threads(lambda item: compare_item(item, conversion, index, reader), items, num_threads)
             for item, (problem, role, error, power) in zip(items, found, strict=True):
-                problems += [problem] if problem else []
+                if problem:
+                    problems.append(problem)
                 if role:
                     sums = errors.setdefault(role, [0.0, 0.0])
-                    sums[0] += error
-                    sums[1] += power
+                    errors[role] = [sums[0] + error, sums[1] + power]
                 progress.add(sum(tensor.num_bytes for tensor in item.tensors), shard)
-            progress.shard_done(shard)
+            say(progress.line(shard))
     finally:
         reader.close()
     return problems, {role: (error / power) ** 0.5 for role, (error, power) in errors.items() if power}
@@ -257,9 +249,6 @@ def checksum(path: Path) -> str:
     return digest.hexdigest()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-
-
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", type=Path, metavar="SRC")
@@ -282,6 +271,7 @@ def main(arguments: list[str]) -> int:
     args = parser.parse_args(arguments)
     fields = {name: getattr(args, name) for name in ConversionOptions.__dataclass_fields__}
     torch.set_num_threads(1)  # the threads are over matrices
+    Terminal.has_bar = sys.stderr.isatty()
     interrupted = "interrupted; the same command continues with the file it was at"
     return exit_code("convert", lambda: run(args, ConversionOptions(**fields)), interrupted)
 
@@ -306,16 +296,12 @@ def run(args: argparse.Namespace, options: ConversionOptions) -> int:
             if not args.verify:
                 return 0
             try:
-                return report(*verify(conversion, args.out, max(1, args.threads)))
+                problems, errors = verify(conversion, args.out, max(1, args.threads))
             except KeyboardInterrupt:
                 print("\nconvert: interrupted; every file is written, verifying starts anew", file=sys.stderr)
                 return 130
     finally:
         conversion.reader.close()
-
-
-def report(problems: list[str], errors: dict[str, float]) -> int:
-    """Print the result of verify -> exit code."""
     for role, error in errors.items():
         print(f"{role}: relative error {error:.4f} (root of squared errors over squares)")
     for problem in problems[:MAX_LISTED]:

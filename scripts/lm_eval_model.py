@@ -78,33 +78,6 @@ def find_tasks(names: list[str], include_path: str | None) -> Any:
     return manager
 
 
-def results_json(
-    results: dict[str, Any],
-    evaluation: Evaluation,
-    opened: OpenedSnapshot,
-    args: argparse.Namespace,
-    seconds: float,
-) -> dict[str, Any]:
-    """The results of lm_eval as the last line of stdout: every metric of every task, and the options of the run."""
-    tasks = {
-        task: {key: value for key, value in metrics.items() if isinstance(value, int | float)}
-        for task, metrics in results["results"].items()
-    }
-    return {
-        "model": opened.folder.resolve().name,
-        "tasks": tasks,
-        "versions": results["versions"],
-        "n_shot": results["n-shot"],
-        "limit": args.limit,
-        "chat_template": args.apply_chat_template,
-        "prefix": evaluation.tokenizer.decode(evaluation.prefix),
-        "context": opened.context,
-        "cut": evaluation.all_cut,
-        "lossy": list(opened.lossy),
-        "seconds": round(seconds, 3),
-    }
-
-
 def evaluate(args: argparse.Namespace) -> int:
     """-> exit code."""
     if importlib.util.find_spec("lm_eval") is None:
@@ -129,12 +102,13 @@ def evaluate(args: argparse.Namespace) -> int:
 def run_tasks(
     evaluation: Evaluation, opened: OpenedSnapshot, tasks: list[str], manager: Any, args: argparse.Namespace
 ) -> int:
+    """Print lm_eval's table, and as JSON every metric of every task and the options of the run -> exit code."""
     from lm_eval import simple_evaluate
     from lm_eval.utils import make_table
 
-    started = time.perf_counter()
+    started, name = time.perf_counter(), opened.folder.resolve().name
     results = simple_evaluate(
-        model=make_lm(evaluation, opened.folder.resolve().name),
+        model=make_lm(evaluation, name),
         tasks=tasks,
         task_manager=manager,
         num_fewshot=args.num_fewshot,
@@ -146,7 +120,24 @@ def run_tasks(
     print(make_table(results))
     if results.get("groups"):
         print(make_table(results, "groups"))
-    print(json.dumps(results_json(results, evaluation, opened, args, seconds)))
+    metrics_of_task = {
+        task: {key: value for key, value in metrics.items() if isinstance(value, int | float)}
+        for task, metrics in results["results"].items()
+    }
+    numbers = {
+        "model": name,
+        "tasks": metrics_of_task,
+        "versions": results["versions"],
+        "n_shot": results["n-shot"],
+        "limit": args.limit,
+        "chat_template": args.apply_chat_template,
+        "prefix": evaluation.tokenizer.decode(evaluation.prefix),
+        "context": opened.context,
+        "cut": evaluation.all_cut,
+        "lossy": list(opened.lossy),
+        "seconds": round(seconds, 3),
+    }
+    print(json.dumps(numbers))
     return 0
 
 
