@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENT = ROOT / "docs" / "house.md"
-SUFFIXES = (".py", ".c", ".h", ".inc")
+SUFFIXES = (".py", ".c", ".h")
 FOLDERS = {  # product folders in the order of imports, lowest first; then what is around them
     "": "The command line, settings and errors.",
     "kernels": "Operations on arrays: defined in torch, computed in C. Arrays -> arrays.",

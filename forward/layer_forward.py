@@ -29,7 +29,7 @@ def layer_forward(
             out = mla(config, layer, attention, weights.indexer, normed, chunk)
         else:
             out = gqa(config, layer, attention, normed, chunk)
-        normed = rms_norm(out, attention.post_norm, config.rms_norm_eps, added=x)  # adds x to out, in place
+        normed = rms_norm(out, attention.post_norm, config.rms_norm_eps, x)  # adds x to out, in place
     if isinstance(weights.mlp, MoeWeights):
         return moe(model, layer, weights.mlp, normed, out, observer).add_(out)
     prefetch_experts(model, layer + 1, out)

@@ -6,6 +6,7 @@ struct or passing many arguments, and a small model is mostly calls.
 
 import ctypes
 from array import array
+from collections.abc import Callable
 from ctypes import POINTER, cast
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from kernels.weight import Weight
 KINDS = {"f32": 0, "bf16": 1, "f16": 2, "fp8-b128": 3, "mxfp4": 4}
 INTEGER_KINDS = {8: 5, 4: 6, 3: 7, 2: 8}
 SCALE_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.uint8: 3}
+OUT_OF_MEMORY = "the C kernels could not allocate memory"
 KV_KINDS = {torch.float32: 0, torch.bfloat16: 1}
 
 
@@ -66,6 +68,23 @@ def rows_of(x: Tensor) -> tuple[Tensor, int, int, int]:
     return x, rows, columns, x.stride(0)
 
 
+def caller(kernel: Any, kind: Any) -> Callable[..., int]:
+    """A function of the fields of a kernel's struct that calls the kernel -> what it returns."""
+    pack = packer(kind)
+    return lambda *values: kernel(pack(*values))
+
+
+def checked(kernel: Any, kind: Any) -> Callable[..., None]:
+    """A function of the fields of a kernel's struct that calls the kernel; raises MemoryError."""
+    pack = packer(kind)
+
+    def run(*values: float) -> None:
+        if kernel(pack(*values)):
+            raise MemoryError(OUT_OF_MEMORY)
+
+    return run
+
+
 class Native:
     """One opened library. Its methods may be called from several threads."""
 
@@ -81,8 +100,8 @@ class Native:
         kernels = kernels.contents
         self.name: str = ctypes.string_at(kernels.name).decode()
         self.read = cast(kernels.read_memory, READ_MEMORY)
-        self.call = SimpleNamespace(**{name: getattr(kernels, name) for name in CALLS})
-        self.pack = SimpleNamespace(**{name: packer(kind) for name, kind in CALLS.items()})
+        self.call = SimpleNamespace(**{name: caller(getattr(kernels, name), kind) for name, kind in CALLS.items()})
+        self.run = SimpleNamespace(**{name: checked(getattr(kernels, name), kind) for name, kind in CALLS.items()})
 
     def set_threads(self, threads: int) -> None:
         """Use `threads` threads from now on, the caller's included."""
@@ -91,17 +110,15 @@ class Native:
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         x, rows, _, stride = rows_of(x)
         view = struct_of(weight)
-        width = view.rows
-        out = torch.empty(rows, width)
-        call = view.address, x.data_ptr(), pointer(bias), out.data_ptr(), rows, stride, width
-        check(self.call.linear(self.pack.linear(*call)))
+        out = torch.empty(rows, weight.rows)
+        self.run.linear(view.address, x.data_ptr(), pointer(bias), out.data_ptr(), rows, stride, weight.rows)
         return out
 
     def gated_mlp(self, x: Tensor, gate: Weight, up: Weight, down: Weight) -> Tensor:
         x = x.contiguous()
         out = torch.empty_like(x)
         weights = struct_of(gate).address, struct_of(up).address, struct_of(down).address
-        check(self.call.gated_mlp(self.pack.gated_mlp(*weights, x.data_ptr(), out.data_ptr(), len(x))))
+        self.run.gated_mlp(*weights, x.data_ptr(), out.data_ptr(), len(x))
         return out
 
     def add_experts(
@@ -147,13 +164,12 @@ class Native:
         if swiglu:
             biases = swiglu.gate_bias.contiguous(), swiglu.up_bias.contiguous(), swiglu.down_bias.contiguous()
             clamped = *map(pointer, biases), swiglu.limit, swiglu.alpha
-        check(self.call.experts(self.pack.experts(*call, *clamped)))
+        self.run.experts(*call, *clamped)
         return out
 
     def add_weighted(self, out: Tensor, outputs: Tensor, rows: Tensor, topk_weights: Tensor) -> Tensor:
-        count, columns = outputs.shape
         pointers = outputs.data_ptr(), topk_weights.data_ptr(), rows.data_ptr(), out.data_ptr()
-        check(self.call.add_weighted(self.pack.add_weighted(*pointers, count, columns)))
+        self.run.add_weighted(*pointers, *outputs.shape)
         return out
 
     def absorbed_attention(
@@ -174,8 +190,7 @@ class Native:
         R, L = rope_keys.shape[1], latents.shape[1]
         pointers = queries.data_ptr(), latents.data_ptr(), rope_keys.data_ptr(), pointer(selection), out.data_ptr()
         sizes = T, position, topk, H, width - R, R, value_dim, L
-        kind = KV_KINDS[latents.dtype]
-        check(self.call.mla(self.pack.mla(struct_of(kv_b).address, *pointers, *sizes, scale, kind)))
+        self.run.mla(struct_of(kv_b).address, *pointers, *sizes, scale, KV_KINDS[latents.dtype])
         return out
 
     def grouped_attention(
@@ -192,45 +207,40 @@ class Native:
         G, V = values.shape[1:]
         queries, out = queries.contiguous(), torch.empty(T, H, V)
         pointers = queries.data_ptr(), keys.data_ptr(), values.data_ptr(), pointer(sinks), out.data_ptr()
-        call = *pointers, T, position, window, H, G, D, V, scale, KV_KINDS[keys.dtype]
-        check(self.call.gqa(self.pack.gqa(*call)))
+        self.run.gqa(*pointers, T, position, window, H, G, D, V, scale, KV_KINDS[keys.dtype])
         return out
 
     def index_scores(self, queries: Tensor, head_weights: Tensor, keys: Tensor) -> Tensor:
         queries, head_weights = queries.contiguous(), head_weights.contiguous()
-        T, H, D = queries.shape
-        out = torch.empty(T, len(keys))
+        out = torch.empty(len(queries), len(keys))
         pointers = queries.data_ptr(), head_weights.data_ptr(), keys.data_ptr(), out.data_ptr()
-        check(self.call.index_scores(self.pack.index_scores(*pointers, T, H, D, len(keys), KV_KINDS[keys.dtype])))
+        self.run.index_scores(*pointers, *queries.shape, len(keys), KV_KINDS[keys.dtype])
         return out
 
     def top_k_positions(self, scores: Tensor, first: int, topk: int) -> Tensor:
-        rows, positions = scores.shape
-        selected = torch.empty(rows, topk, dtype=torch.int64)
-        call = scores.data_ptr(), selected.data_ptr(), rows, positions, first, topk
-        check(self.call.top_k_positions(self.pack.top_k_positions(*call)))
+        selected = torch.empty(len(scores), topk, dtype=torch.int64)
+        self.run.top_k_positions(scores.data_ptr(), selected.data_ptr(), *scores.shape, first, topk)
         return selected
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, added: Tensor | None = None) -> Tensor:
         x, rows, columns, stride = rows_of(x)
         out = torch.empty(rows, columns)
         pointers = x.data_ptr(), pointer(added), weight.data_ptr(), 0, out.data_ptr()
-        check(self.call.rms_norm(self.pack.rms_norm(*pointers, rows, columns, stride, eps)))
+        self.run.rms_norm(*pointers, rows, columns, stride, eps)
         return out
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
         x, rows, columns, stride = rows_of(x)
         out = torch.empty(rows, columns)
         pointers = x.data_ptr(), 0, weight.data_ptr(), bias.data_ptr(), out.data_ptr()
-        check(self.call.layer_norm(self.pack.layer_norm(*pointers, rows, columns, stride, eps)))
+        self.run.layer_norm(*pointers, rows, columns, stride, eps)
         return out
 
     def apply_rope(self, x: Tensor, first: int, cos: Tensor, sin: Tensor, interleaved: bool = True) -> Tensor:
         rows, half = cos.shape
-        width = x.shape[-1]
         heads = x.shape[1] if x.dim() == 3 else 1
-        call = x.data_ptr(), cos.data_ptr(), sin.data_ptr(), rows, heads, width, first, 2 * half, not interleaved
-        check(self.call.rope(self.pack.rope(*call)))
+        sizes = rows, heads, x.shape[-1], first, 2 * half
+        self.run.rope(x.data_ptr(), cos.data_ptr(), sin.data_ptr(), *sizes, not interleaved)
         return x
 
     def route(
@@ -249,7 +259,7 @@ class Native:
         topk_ids, weights = torch.empty(rows, active, dtype=torch.int64), torch.empty(rows, active)
         pointers = logits.data_ptr(), pointer(bias), topk_ids.data_ptr(), weights.data_ptr()
         sizes = rows, experts, active, num_groups, num_active_groups
-        check(self.call.route(self.pack.route(*pointers, *sizes, mass, scaling, normalize)))
+        self.run.route(*pointers, *sizes, mass, scaling, normalize)
         return topk_ids, weights
 
     def route_softmax(
@@ -265,9 +275,10 @@ class Native:
         experts, starts = array("q", bytes(8 * most + 8)), torch.empty(most + 1, dtype=torch.int64)
         grouped_rows, grouped_weights = torch.empty(total, dtype=torch.int64), torch.empty(total)
         pointers = experts.buffer_info()[0], starts.data_ptr(), grouped_rows.data_ptr(), grouped_weights.data_ptr()
-        call = topk_ids.data_ptr(), topk_weights.data_ptr(), *pointers, rows, active, num_experts
-        found = self.call.group_by_expert(self.pack.group_by_expert(*call))
-        check(found < 0)
+        sizes = rows, active, num_experts
+        found = self.call.group_by_expert(topk_ids.data_ptr(), topk_weights.data_ptr(), *pointers, *sizes)
+        if found < 0:
+            raise MemoryError(OUT_OF_MEMORY)
         if found < most:
             starts = starts[: found + 1]
         if experts[found] < total:
@@ -279,22 +290,14 @@ class Native:
         logits, targets = logits.contiguous(), targets.contiguous()
         rows, vocab = logits.shape
         out, best = torch.empty(rows, dtype=torch.float64), torch.empty(rows, dtype=torch.int64)
-        pointers = logits.data_ptr(), targets.data_ptr(), out.data_ptr(), best.data_ptr()
-        failed = self.call.logprobs(self.pack.logprobs(*pointers, rows, vocab))
-        if failed == 2:
+        if self.call.logprobs(logits.data_ptr(), targets.data_ptr(), out.data_ptr(), best.data_ptr(), rows, vocab):
             raise IndexError(f"a target is not one of {vocab} ids")
-        check(failed)
         return out, best
 
     def all_finite(self, x: Tensor) -> bool:
         x = x.contiguous()
-        return bool(self.call.all_finite(self.pack.all_finite(x.data_ptr(), x.numel())))
+        return bool(self.call.all_finite(x.data_ptr(), x.numel()))
 
     def read_memory(self, tensor: Tensor) -> None:
         """Read all of a tensor as fast as memory allows, for benchmarks."""
         self.read(tensor.data_ptr(), tensor.numel() * tensor.element_size())
-
-
-def check(failed: int) -> None:
-    if failed:
-        raise MemoryError("the C kernels could not allocate memory")

@@ -32,11 +32,11 @@ def quantize(
     for block in cache_blocks(rows, columns):
         groups = split_groups(matrix[block], fmt)
         if steps and fmt.bits < 8:
-            chosen = search_scales(groups, fmt.max_code, scale_dtype, steps)
+            block_scales = search_scales(groups, fmt.max_code, scale_dtype, steps)
         else:
-            chosen = clamp_scales(groups.abs().amax(-1, keepdim=True) / fmt.max_code, scale_dtype)
-        scales[block] = chosen[..., 0]
-        data[block] = pack_codes(round_to_codes(groups, chosen, fmt.max_code), columns, fmt)
+            block_scales = clamp_scales(groups.abs().amax(-1, keepdim=True) / fmt.max_code, scale_dtype)
+        scales[block] = block_scales[..., 0]
+        data[block] = pack_codes(round_to_codes(groups, block_scales, fmt.max_code), columns, fmt)
     return data, scales
 
 

@@ -8,14 +8,13 @@ T token rows, S key positions, D columns, H heads, G key-value heads, K selected
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.formats import GROUP
-from kernels.reference_attention import (
+from kernels.reference_attention import (  # noqa: F401
     absorbed_attention,
     grouped_attention,
     index_scores,
@@ -24,15 +23,6 @@ from kernels.reference_attention import (
     top_k_positions,
 )
 from kernels.weight import Weight
-
-__all__ = [  # of reference_attention.py; the others are below
-    "absorbed_attention",
-    "grouped_attention",
-    "index_scores",
-    "top_k_indices",
-    "top_k_mask",
-    "top_k_positions",
-]
 
 ExpertMatrices = Sequence[tuple[Weight, ...]]  # gate, up, down of each expert
 
@@ -57,7 +47,7 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class ClampedSwiGlu:
-    """The clamped SwiGLU of some experts, with biases: clamped_mlp. Rows of the biases are experts."""
+    """The clamped SwiGLU of gpt_oss for some experts, with biases. Rows of the biases are experts."""
 
     gate_bias: Tensor  # [experts, width]
     up_bias: Tensor  # [experts, width]
@@ -66,9 +56,11 @@ class ClampedSwiGlu:
     alpha: float
 
     def mlp(self, expert: int, x: Tensor, gate: Weight, up: Weight, down: Weight) -> Tensor:
-        """clamped_mlp of one expert."""
-        biases = self.gate_bias[expert], self.up_bias[expert], self.down_bias[expert]
-        return clamped_mlp(x, gate, up, down, *biases, self.limit, self.alpha)
+        """x [T, D] -> down((u + 1) * g * sigmoid(alpha * g)) [T, D] of one expert, with its biases: g = gate x, at most
+        `limit`, and u = up x, between -limit and limit."""
+        g = linear(x, gate, self.gate_bias[expert]).clamp_(max=self.limit)
+        u = linear(x, up, self.up_bias[expert]).clamp_(-self.limit, self.limit)
+        return linear((u + 1) * g * (self.alpha * g).sigmoid(), down, self.down_bias[expert])
 
 
 def add_experts(
@@ -122,24 +114,6 @@ def add_weighted(out: Tensor, outputs: Tensor, rows: Tensor, topk_weights: Tenso
 def gated_mlp(x: Tensor, gate: Weight, up: Weight, down: Weight) -> Tensor:
     """x [T, D] -> down(silu(gate x) * up x) [T, D], of three Weights."""
     return linear(silu_product(linear(x, gate), linear(x, up)), down)
-
-
-def clamped_mlp(
-    x: Tensor,
-    gate: Weight,
-    up: Weight,
-    down: Weight,
-    gate_bias: Tensor,
-    up_bias: Tensor,
-    down_bias: Tensor,
-    limit: float,
-    alpha: float,
-) -> Tensor:
-    """x [T, D] -> down((u + 1) * g * sigmoid(alpha * g)) [T, D] of three Weights with biases: g = gate x, at most
-    `limit`, and u = up x, between -limit and limit: the clamped SwiGLU of gpt_oss."""
-    g = linear(x, gate, gate_bias).clamp_(max=limit)
-    u = linear(x, up, up_bias).clamp_(-limit, limit)
-    return linear((u + 1) * g * (alpha * g).sigmoid(), down, down_bias)
 
 
 def quantize_activations(x: Tensor) -> Tensor:
@@ -208,13 +182,8 @@ def apply_rope(x: Tensor, first: int, cos: Tensor, sin: Tensor, interleaved: boo
     return x
 
 
-def route(logits: Tensor, bias: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    """route_sigmoid of the sigmoid of the router's logits [T, E]."""
-    return route_sigmoid(logits.sigmoid(), bias, *rest)
-
-
-def route_sigmoid(
-    scores: Tensor,
+def route(
+    logits: Tensor,
     bias: Tensor,
     num_active: int,
     num_groups: int,
@@ -223,12 +192,13 @@ def route_sigmoid(
     scaling: float,
     mass: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """The noaux_tc top-k router on sigmoid scores [T, E], bias [E] -> (expert ids [T, A] ascending, weights [T, A]).
+    """The noaux_tc top-k router: logits [T, E], bias [E] -> (expert ids [T, A] ascending, weights [T, A]).
 
-    The bias counts in the choice, not in the weights. With groups, a group scores the sum of its two best experts and
-    only experts of the top groups compete. 0 < mass < 1 is lossy: of the top-k experts the fewest whose scores reach
-    that share of their sum keep a weight, the others get 0.
+    Scores are sigmoids; the bias counts in the choice, not in the weights. With groups, a group scores the sum of its
+    two best experts and only experts of the top groups compete. 0 < mass < 1 is lossy: of the top-k experts the fewest
+    whose scores reach that share of their sum keep a weight, the others get 0.
     """
+    scores = logits.sigmoid()
     choice = scores + bias
     if num_groups > 1:
         grouped = choice.view(len(choice), num_groups, -1)
@@ -243,14 +213,14 @@ def route_softmax(
     logits: Tensor, num_active: int, normalize: bool, scaling: float, mass: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """The softmax top-k router: logits [T, E] -> (expert ids [T, A] ascending, weights [T, A]). Normalized weights are
-    the softmax of the top-k logits alone. mass as of route_sigmoid."""
+    the softmax of the top-k logits alone. mass as of route."""
     scores = logits.softmax(-1)
     experts = top_k_indices(logits, num_active)
     return experts, expert_weights(scores.gather(1, experts), normalize, scaling, mass)
 
 
 def expert_weights(scores: Tensor, normalize: bool, scaling: float, mass: float) -> Tensor:
-    """Scores of the top-k experts [T, A] -> their weights [T, A]; mass as of route_sigmoid."""
+    """Scores of the top-k experts [T, A] -> their weights [T, A]; mass as of route."""
     weights = scores
     if 0 < mass < 1:
         ordered, order = weights.sort(dim=-1, descending=True, stable=True)

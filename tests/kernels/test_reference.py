@@ -7,7 +7,7 @@ from kernels.reference import (
     apply_rope,
     grouped_attention,
     rope_interleaved,
-    route_sigmoid,
+    route,
     route_softmax,
     top_k_indices,
     top_k_mask,
@@ -30,7 +30,7 @@ def test_top_k_agrees_with_a_stable_sort_on_many_ties():
 
 def test_the_bias_chooses_and_does_not_weigh():
     logits, bias = torch.tensor([[2.0, 1.0, 0.0, -1.0]]), torch.tensor([0.0, 0.0, 0.0, 5.0])
-    experts, weights = route_sigmoid(logits.sigmoid(), bias, 2, 1, 1, normalize=False, scaling=1.0)
+    experts, weights = route(logits, bias, 2, 1, 1, normalize=False, scaling=1.0)
     assert experts.tolist() == [[0, 3]]
     torch.testing.assert_close(weights, logits[:, [0, 3]].sigmoid())
 
@@ -38,9 +38,9 @@ def test_the_bias_chooses_and_does_not_weigh():
 def test_groups_compete_by_their_two_best():
     """Group 1 has the best expert, group 0 the better pair: with one active group, group 0 wins."""
     logits = torch.tensor([[1.0, 1.0, -9.0, 2.0, -9.0, -9.0]])
-    experts, _ = route_sigmoid(logits.sigmoid(), torch.zeros(6), 2, 2, 1, normalize=True, scaling=1.0)
+    experts, _ = route(logits, torch.zeros(6), 2, 2, 1, normalize=True, scaling=1.0)
     assert experts.tolist() == [[0, 1]]
-    experts, _ = route_sigmoid(logits.sigmoid(), torch.zeros(6), 2, 1, 1, normalize=True, scaling=1.0)
+    experts, _ = route(logits, torch.zeros(6), 2, 1, 1, normalize=True, scaling=1.0)
     assert experts.tolist() == [[0, 3]]
 
 
