@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from prometheus_client import generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -70,9 +71,8 @@ async def on_fault(request: Request, error: Exception) -> Response:
     return await on_api_error(request, ApiError(500, "internal error", code="internal_error"))
 
 
-async def respond(request: Request, builder: ResponseBuilder) -> Response:
-    params = builder.generation.params
-    return EventStream(builder, params.includes_usage) if params.is_stream else await json_response(request, builder)
+async def respond(request: Request, builder: ResponseBuilder) -> ASGIApp:
+    return EventStream(builder) if builder.generation.params.is_stream else await json_response(request, builder)
 
 
 @dataclass
@@ -93,12 +93,12 @@ class Routes:
 
         return await asyncio.get_running_loop().run_in_executor(self.service.worker, parse_and_read)
 
-    async def chat_completions(self, request: Request) -> Response:
+    async def chat_completions(self, request: Request) -> ASGIApp:
         ids, make_parser, params = await self.read_request(request, read_chat_request)
         generation = Generation(self.service, [ids], params, make_parser)
         return await respond(request, ChatResponseBuilder(generation))
 
-    async def completions(self, request: Request) -> Response:
+    async def completions(self, request: Request) -> ASGIApp:
         prompts, params, echo = await self.read_request(request, read_completion_request)
         generation = Generation(self.service, [prompt.ids for prompt in prompts], params, ReplyParser)
         return await respond(request, CompletionResponseBuilder(generation, prompts if echo else None))
@@ -118,7 +118,7 @@ class Routes:
         return JSONResponse(body, 200 if status == "ok" else 503)
 
     async def metrics(self, request: Request) -> Response:
-        return Response(self.service.metrics.exposition(), headers={"Content-Type": CONTENT_TYPE})
+        return Response(generate_latest(self.service.metrics.registry), headers={"Content-Type": CONTENT_TYPE})
 
     async def tokenize(self, request: Request) -> Response:
         ids, with_texts = await self.read_request(request, read_tokenize_request)

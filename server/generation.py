@@ -121,7 +121,8 @@ class Generation:
         if isinstance(event, Started):
             self.is_started = True
             self.num_cached += event.cached_tokens
-            self.service.metrics.prompt_started(len(self.prompts[prompt]), event.cached_tokens)
+            self.service.metrics.prompt_tokens.inc(len(self.prompts[prompt]))
+            self.service.metrics.cached_tokens.inc(event.cached_tokens)
             return
         if isinstance(event, Prefilled):
             if self.params.request.prompt_logprobs:

@@ -14,12 +14,11 @@ from server.openai.request_fields import RequestFields
 from server.service import Service
 from settings import Settings
 
-KEEP_ALIVE_SECONDS = 10  # between two comments in a stream without events
 SEED_STEP = 0x9E3779B97F4A7C15  # odd, so that every request without a seed has one of its own
 
 
 class HttpService(Service):
-    keep_alive: float = KEEP_ALIVE_SECONDS
+    keep_alive = 10.0  # seconds between two comments in a stream without events
 
     def __init__(self, settings: Settings, loaded: LoadedModel, *arguments: Any):
         super().__init__(settings, loaded, *arguments)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
 from prometheus_client.registry import Collector
 
@@ -40,10 +40,6 @@ class Metrics(Collector):
     def counter(self, name: str, description: str, *labels: str) -> Counter:
         return Counter(name, description, labels, registry=self.registry)
 
-    def prompt_started(self, num_tokens: int, num_cached: int) -> None:
-        self.prompt_tokens.inc(num_tokens)
-        self.cached_tokens.inc(num_cached)
-
     def choice_ended(self, choice: ChoiceStream, reason: str | None) -> None:
         """Count a choice. reason: its finish reason, cancelled or error."""
         self.answers.labels(reason).inc()
@@ -72,6 +68,3 @@ class Metrics(Collector):
         slots.add_metric(["free"], statistics["slots_free"])
         yield slots
         yield GaugeMetricFamily("colibri_resident_memory_bytes", "Memory of the process", rss_bytes())
-
-    def exposition(self) -> bytes:
-        return generate_latest(self.registry)

@@ -22,6 +22,5 @@ class ApiError(Exception):
 
     @property
     def body(self) -> JsonObject:
-        default = "invalid_request_error" if self.status < 500 else "server_error"
-        error_type = TYPES.get(self.status, default)
+        error_type = TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": str(self), "type": error_type, "param": self.param, "code": self.code}}

@@ -53,15 +53,20 @@ def read_chat_prompt(
         tools, schemas = [], {}
     elif tool_format is None:
         fields.refuse_value("tools", "the chat template has no tool calls in the format of GLM, Hermes or gpt-oss")
+    variables["tools"] = tools or None
     answer_prefix = ""
     if tool_choice not in ("none", "auto"):
         assert tool_format
         answer_prefix = call_prefix(tool_format, tool_choice, schemas)
         variables["enable_thinking"] = False  # the answer begins with the call
     try:
-        text, ids = encode_with_prefix(service, messages, {"tools": tools or None} | variables, answer_prefix)
+        text, ids = service.tokenizer.encode_chat(messages, **variables)
+        if answer_prefix:
+            ending = THINK_END + answer_prefix if text.rstrip().endswith(THINK) else answer_prefix
+            _, ids = service.tokenizer.encode_chat(messages, ending=ending, **variables)
     except Refused as error:
         fields.refuse_value("messages", without_folder(error, service))
+    ids = service.prefix.prepend(ids)
     if not ids:
         fields.refuse_value("messages", "the chat template makes no token of them")
     service.check_length(ids)
@@ -111,17 +116,6 @@ def call_prefix(tool_format: str, tool_choice: str | list[str], schemas: dict[st
         return CALL_START + name + (KEY if schemas[name].get("properties") else CALL_END)
     name_json = f'{dump_json(name)}, "arguments": {{' if name else '"'
     return f'{CALL_START}\n{{"name": {name_json}'
-
-
-def encode_with_prefix(
-    service: HttpService, messages: list[JsonObject], variables: JsonObject, answer_prefix: str
-) -> tuple[str, list[int]]:
-    """Return (the text up to the assistant's turn, its ids with those of the answer prefix)."""
-    text, ids = service.tokenizer.encode_chat(messages, **variables)
-    if answer_prefix:
-        ending = THINK_END + answer_prefix if text.rstrip().endswith(THINK) else answer_prefix
-        _, ids = service.tokenizer.encode_chat(messages, ending=ending, **variables)
-    return text, service.prefix.prepend(ids)
 
 
 def find_reasoning(text: str, template: ChatTemplate) -> str:

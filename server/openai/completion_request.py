@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from server.http_service import HttpService
-from server.openai.request_fields import RequestFields, check_text
+from server.openai.request_fields import RequestFields, check_texts
 from server.openai.sampling_params import MAX_TOP_LOGPROBS, WITHOUT_EFFECT, SamplingParams, read_sampling_params
 
 DEFAULT_MAX_TOKENS = 16  # of the OpenAI API
@@ -49,7 +49,7 @@ def read_prompts(fields: RequestFields, service: HttpService) -> list[Completion
 def read_prompt(value: Any, label: str, fields: RequestFields, service: HttpService) -> CompletionPrompt:
     """Ids stay exactly as they are; a text gets the family's prefix."""
     if isinstance(value, str):
-        check_text(value, label)
+        check_texts(value, label)
         ids = service.tokenizer.encode(value)
         with_prefix = service.prefix.prepend(ids)
         prompt = CompletionPrompt(with_prefix, value, len(with_prefix) - len(ids))

@@ -77,19 +77,14 @@ class RequestFields(FieldReader):
                 self.refuse_unsupported(name)
 
 
-def check_text(value: Any, where: str) -> None:
-    """ApiError unless the value is a text that UTF-8 can hold."""
-    RequestFields({where: value}).text(where)
-
-
 def check_texts(value: Any, where: str) -> None:
     """ApiError if a text anywhere in a JSON value cannot be held by UTF-8."""
     if isinstance(value, str):
-        check_text(value, where)
+        RequestFields({where: value}).text(where)
     elif isinstance(value, list):
         for at, item in enumerate(value):
             check_texts(item, f"{where}[{at}]")
     elif isinstance(value, dict):
         for name, item in value.items():
-            check_text(name, where)
+            check_texts(name, where)
             check_texts(item, f"{where}.{name}")

@@ -36,18 +36,14 @@ class ResponseBuilder:
     def choice(self, number: int) -> JsonObject:
         raise NotImplementedError
 
-    def response_header(self, kind: str) -> JsonObject:
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.generation.service.model_id}
-
-    def chunk(self, choice: JsonObject) -> JsonObject:
-        return self.response_header(self.chunk_kind) | {"choices": [choice]}
-
-    def usage_chunk(self) -> JsonObject:
-        return self.response_header(self.chunk_kind) | {"choices": [], "usage": self.generation.usage()}
+    def chunk(self, *choices: JsonObject, **more: Any) -> JsonObject:
+        model_id = self.generation.service.model_id
+        header = {"id": self.id, "object": self.chunk_kind, "created": self.created, "model": model_id}
+        return header | {"choices": list(choices)} | more
 
     def response(self) -> JsonObject:
-        choices = [self.choice(number) for number in range(len(self.generation.choices))]
-        return self.response_header(self.kind) | {"choices": choices, "usage": self.generation.usage()}
+        choices = map(self.choice, range(len(self.generation.choices)))
+        return self.chunk(*choices, object=self.kind, usage=self.generation.usage())
 
 
 class ChatResponseBuilder(ResponseBuilder):

@@ -1,5 +1,5 @@
-"""Frames of the stdio protocol (docs/stdio.md): the requests in a stream of bytes. A frame that is wrong becomes a
-BrokenFrame, and what belongs to it is skipped, so that no payload is taken for a message.
+"""Frames of the stdio protocol (docs/stdio.md): the requests in a stream of bytes. A frame that is wrong becomes its
+Refused, and what belongs to it is skipped, so that no payload is taken for a message.
 """
 
 from collections.abc import Iterator
@@ -42,12 +42,7 @@ class CommandFrame:
     name: str
 
 
-@dataclass(frozen=True, slots=True)
-class BrokenFrame:
-    reason: str  # one line
-
-
-Frame = PromptFrame | MessageFrame | CommandFrame | BrokenFrame
+Frame = PromptFrame | MessageFrame | CommandFrame | Refused
 
 
 class FrameReader:
@@ -72,7 +67,7 @@ class FrameReader:
                     raise Refused(f"a line of more than {MAX_BYTES} bytes; send shorter lines")
                 yield self.parse_frame(line.rstrip(b"\r\n"))
             except Refused as error:
-                yield BrokenFrame(str(error))
+                yield error
 
     def parse_frame(self, line: bytes) -> PromptFrame | MessageFrame | CommandFrame:
         """Parse a line without its end. A PROMPT reads its payload from the stream. Refused for a broken frame."""

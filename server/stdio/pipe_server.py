@@ -18,7 +18,7 @@ from load.model import LoadedModel
 from machine.console import say
 from machine.memory import rss_bytes
 from server.service import Service
-from server.stdio.frames import BrokenFrame, CommandFrame, Frame, FrameReader, MessageFrame, PromptFrame
+from server.stdio.frames import CommandFrame, Frame, FrameReader, MessageFrame, PromptFrame
 from settings import Settings
 from text.chat_turns import Message, assistant_message, drop_oldest_turns
 from text.detokenizer import Detokenizer
@@ -79,8 +79,8 @@ class PipeServer(Service):
     def answer_frame(self, frame: Frame) -> None:
         try:
             match frame:
-                case BrokenFrame(reason):
-                    raise Refused(reason)
+                case Refused():
+                    raise frame
                 case PromptFrame():
                     self.answer_prompt(frame)
                 case MessageFrame(text):

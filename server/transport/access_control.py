@@ -21,7 +21,6 @@ from server.openai.api_error import ApiError
 
 CLIENT_CLOSED_REQUEST = 499  # status that proxies log for a client that disconnected before its answer
 USAGE_NOTE = "colibri.usage"  # key of the scope: the token counts for the log line
-PATHS_WITHOUT_KEY = ("/health",)
 # For metrics; other names are the client's own.
 KNOWN_PATHS = "/health /metrics /v1/models /v1/chat/completions /v1/completions /tokenize /detokenize".split()
 
@@ -31,7 +30,7 @@ class AccessControl:
 
     def __init__(self, api_key: str | None = None, hosts: Iterable[str] = ()):
         self.api_key = None if api_key is None else api_key.encode()
-        self.hosts = {host.lower() for host in hosts}
+        self.hosts = {"localhost", *(host.lower() for host in hosts)}
 
     def check_access(self, scope: Scope) -> None:
         """ApiError for a request that is not allowed."""
@@ -41,7 +40,7 @@ class AccessControl:
             if not self.allows_url(url):
                 message = f"{name.title()} {headers.get(name)!r} is not allowed; add it to the server's ALLOWED_HOSTS"
                 raise ApiError(403, message, code=name)
-        if self.api_key is None or scope["path"] in PATHS_WITHOUT_KEY:
+        if self.api_key is None or scope["path"] == "/health":
             return
         scheme, _, key = headers.get("authorization", "").partition(" ")
         # compare_digest takes the same time wherever two keys differ.
@@ -50,19 +49,14 @@ class AccessControl:
             raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
     def allows_url(self, url: str) -> bool:
+        """Return whether the URL names an allowed host, or an address."""
         try:
-            name = (urlsplit(url).hostname or "").lower()
+            name = urlsplit(url).hostname or ""
+            if self.hosts.isdisjoint(("*", name)):
+                ipaddress.ip_address(name)
         except ValueError:
             return False
-        return "*" in self.hosts or name in self.hosts or name == "localhost" or is_address(name)
-
-
-def is_address(name: str) -> bool:
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True
+        return True
 
 
 @dataclass
@@ -74,9 +68,6 @@ class AccessMiddleware:
     access: AccessControl
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
         request_id = f"req-{secrets.token_hex(8)}"
         start_time = time.perf_counter()
         status = CLIENT_CLOSED_REQUEST

@@ -2,10 +2,12 @@
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
 from server.generation import Generation
@@ -13,31 +15,34 @@ from server.openai.api_error import ApiError, JsonObject
 from server.openai.responses import ResponseBuilder
 from server.transport.access_control import USAGE_NOTE
 
+EVENT_STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
 
-@dataclass
-class DisconnectWatch:
-    """Aborts a generation when the client disconnects."""
 
-    receive: Receive
-    generation: Generation
+@asynccontextmanager
+async def abort_on_disconnect(receive: Receive, generation: Generation) -> AsyncIterator[None]:
+    """Abort the generation when the client disconnects, and at the end."""
 
-    async def wait_for_disconnect(self) -> None:
-        while (await self.receive())["type"] != "http.disconnect":
+    async def wait_for_disconnect() -> None:
+        while (await receive())["type"] != "http.disconnect":
             pass
-        self.generation.abort()
+        generation.abort()
 
-    async def __aenter__(self) -> None:
-        self.task = asyncio.create_task(self.wait_for_disconnect())
-
-    async def __aexit__(self, *error: object) -> None:
-        self.task.cancel()
-        self.generation.abort()
+    task = asyncio.create_task(wait_for_disconnect())
+    try:
+        yield
+    finally:
+        task.cancel()
+        generation.abort()
 
 
 async def json_response(request: Request, builder: ResponseBuilder) -> JSONResponse:
     """Wait for all choices, and return them as one JSON object."""
     generation = builder.generation
-    async with DisconnectWatch(request.receive, generation):
+    async with abort_on_disconnect(request.receive, generation):
         builder.start_chunks()
         while not generation.is_finished:
             for update in await generation.next_updates(generation.service.keep_alive) or ():
@@ -55,25 +60,17 @@ def log_usage(scope: Scope, generation: Generation) -> None:
     scope[USAGE_NOTE] = f"{usage['prompt_tokens']} ({cached} cached) + {usage['completion_tokens']} tokens"
 
 
-class EventStream(Response):
+@dataclass
+class EventStream:
     """Chunks as server-sent events. A comment goes out when nothing else has for a while, so that no proxy takes a
     long prefill for a dead connection."""
 
-    media_type = "text/event-stream"
-
-    def __init__(self, builder: ResponseBuilder, includes_usage: bool):
-        self.builder = builder
-        self.includes_usage = includes_usage
-        self.status_code = 200
-        self.background = None
-        self.body = b""
-        self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        del self.raw_headers[[name for name, _ in self.raw_headers].index(b"content-length")]
+    builder: ResponseBuilder
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         generation = self.builder.generation
-        async with DisconnectWatch(receive, generation):
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        async with abort_on_disconnect(receive, generation):
+            await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM_HEADERS})
             try:
                 await self.send_chunks(send, self.builder.start_chunks())
                 while not generation.is_finished:
@@ -84,15 +81,15 @@ class EventStream(Response):
                     elif not generation.is_finished:
                         comment = "reading the prompt" if generation.is_started else "waiting in the queue"
                         await send_bytes(send, f": {comment}\n\n".encode())
-                if self.includes_usage and not generation.is_aborted:
-                    await send_bytes(send, to_event(self.builder.usage_chunk()))
+                if generation.params.includes_usage and not generation.is_aborted:
+                    await send_bytes(send, to_event(self.builder.chunk(usage=generation.usage())))
             except ApiError as error:
                 await send_bytes(send, to_event(error.body))
             log_usage(scope, generation)
             await send_bytes(send, b"data: [DONE]\n\n", more_body=False)
 
     async def send_chunks(self, send: Send, chunks: list[JsonObject]) -> None:
-        if self.includes_usage:
+        if self.builder.generation.params.includes_usage:
             chunks = [chunk | {"usage": None} for chunk in chunks]
         if chunks:
             await send_bytes(send, b"".join(map(to_event, chunks)))

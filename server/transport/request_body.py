@@ -25,9 +25,8 @@ async def read_body(request: Request) -> bytes:
                 elif size > MAX_DROPPED_BYTES:
                     break
     except TimeoutError:
-        raise ApiError(
-            408, f"the body did not arrive within {BODY_SECONDS} seconds", headers={"Connection": "close"}
-        ) from None
+        message = f"the body did not arrive within {BODY_SECONDS} seconds"
+        raise ApiError(408, message, headers={"Connection": "close"}) from None
     if size > MAX_BODY_BYTES:
         headers = {"Connection": "close"} if size > MAX_DROPPED_BYTES else None
         message = f"the body has more than {MAX_BODY_BYTES} bytes; send a shorter request"
