@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from forward.kv_cache import KvCache
+from forward.kv_cache import KvCache, MlaKvCache
 from kernels.reference import rope_angles
 from snapshot.config import ModelConfig
 
@@ -20,16 +20,11 @@ TokenBatch = list[tuple[list[int], KvCache]]  # new tokens of each sequence, and
 
 @dataclass(frozen=True, slots=True)
 class Segment(Generic[K]):
-    """Rows start .. stop of a chunk: the next positions of one sequence."""
+    """Some rows of a chunk: the next positions of one sequence."""
 
     kv: K
     first_position: int
-    start: int
-    stop: int
-
-    @property
-    def rows(self) -> slice:
-        return slice(self.start, self.stop)
+    rows: slice
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +40,20 @@ class Chunk(Generic[K]):
         return len(self.ids)
 
 
+MlaChunk = Chunk[MlaKvCache]  # of a model with MLA
+
+
 def make_chunk(config: ModelConfig, batch: TokenBatch, is_mtp: bool = False) -> Chunk:
     """Each sequence at most once. is_mtp: the rows are the next positions of the MTP layer, counted by mtp_length."""
     ids: list[int] = []
     segments = []
+    spans = []  # positions of each sequence
     for new_ids, kv in batch:
         first_position = kv.mtp_length if is_mtp else kv.length
-        segments.append(Segment(kv, first_position, len(ids), len(ids) + len(new_ids)))
+        segments.append(Segment(kv, first_position, slice(len(ids), len(ids) + len(new_ids))))
+        spans.append(torch.arange(first_position, first_position + len(new_ids)))
         ids += new_ids
-    positions = torch.cat([torch.arange(s.first_position, s.first_position + s.stop - s.start) for s in segments])
+    positions = torch.cat(spans)
     cos, sin = rope_angles(positions, torch.tensor(config.rope.frequencies), config.rope.factor)
     return Chunk(torch.tensor(ids), positions, tuple(segments), [None] * len(segments), cos, sin)
 

@@ -49,5 +49,5 @@ def layers_forward(
             if is_prefill and should_stop and should_stop():
                 return
         for segment in chunk.segments:
-            segment.kv.advance(segment.stop - segment.start)
+            segment.kv.advance(segment.rows.stop - segment.rows.start)
         yield chunk, x

@@ -40,7 +40,7 @@ def mtp(model: Model, batch: TokenBatch, hidden: Tensor) -> Tensor:
         x = linear(torch.cat([embedded, normed], dim=-1), weights.input_proj)  # [T, 2 D] -> [T, D]
         x = layer_forward(model, config.num_layers, weights.layer, x, chunk)
         for segment in chunk.segments:
-            segment.kv.mtp_length += segment.stop - segment.start
+            segment.kv.mtp_length += segment.rows.stop - segment.rows.start
         out.append(rms_norm(x, weights.norm, config.rms_norm_eps))
     return torch.cat(out)
 

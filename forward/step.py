@@ -23,7 +23,7 @@ def step(model: Model, batch: TokenBatch, progress: Progress | None = None) -> T
     last = {}  # hidden row [1, D] of each sequence; a view would keep the whole chunk alive
     for chunk, hidden in layers_forward(model, batch, progress):
         for segment in chunk.segments:
-            last[id(segment.kv)] = hidden[segment.stop - 1 : segment.stop].clone()
+            last[id(segment.kv)] = hidden[segment.rows][-1:].clone()
     return logits_after(model, torch.cat(list(last.values())), [kv.length - 1 for _, kv in batch])
 
 

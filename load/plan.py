@@ -73,10 +73,8 @@ class MemoryPlan:
 
     def lines(self) -> tuple[str, str]:
         """The two [plan] lines for stderr."""
-        sizes = [slots.slot_bytes for slots in self.expert_slots]
-        slot_size = f"{max(sizes, default=0) / 1e6:.2f} MB"
-        if len(sizes) > 1:
-            slot_size = f"{min(sizes) / 1e6:.2f} to {slot_size}"
+        sizes = sorted(slots.slot_bytes for slots in self.expert_slots) or [0]
+        slot_size = " to ".join(f"{size / 1e6:.2f}" for size in dict.fromkeys((sizes[0], sizes[-1])))
         experts = self.num_sparse_layers * self.num_experts
         in_slots = f" in each of {self.kv_slots} KV slots" if self.kv_slots > 1 else ""
         return (
@@ -84,7 +82,7 @@ class MemoryPlan:
             f"process {gb(self.process_bytes)} + dense weights {gb(self.dense_bytes)} + KV cache {gb(self.kv_bytes)} + "
             f"scratch {gb(self.scratch_bytes)} + expert cache {gb(self.cache_bytes)}",
             f"[plan] expert cache: {self.num_expert_slots} of {experts} experts in {self.num_sparse_layers} sparse "
-            f"layers ({self.num_expert_slots / max(1, experts):.0%}), {slot_size} an expert | "
+            f"layers ({self.num_expert_slots / max(1, experts):.0%}), {slot_size} MB an expert | "
             f"CTX {self.context} positions{in_slots} | prefill chunks of {self.prefill_chunk} tokens",
         )
 
@@ -111,12 +109,10 @@ def memory_budget(ram_gb: float) -> tuple[int, str]:
 def make_plan(
     settings: Settings, dense: DenseTensors, disk: ExpertDisk, context: int, tokenizer_bytes: int, kv_slots: int
 ) -> MemoryPlan:
-    """Plan the memory of an opened snapshot; `context` in positions, for each of kv_slots KV caches. Refused if it
-    does not fit.
+    """Plan the memory of an opened snapshot with kv_slots KV caches of `context` positions. Refused if it does not fit.
 
-    settings.cap > 0 asks for exactly that many expert slots in each layer (at most one for each expert); 0 takes what
-    the budget allows. A prefill chunk that is not given is halved while the plan does not fit, or while its scratch
-    memory exceeds its share.
+    cap > 0: exactly that many expert slots in each layer (at most one for each expert); 0: what the budget allows. A
+    prefill chunk that is not given is halved while the plan does not fit or its scratch memory exceeds its share.
     """
     config = dense.config
     budget, source = memory_budget(settings.ram_gb)

@@ -9,8 +9,7 @@ T token rows, S positions up to the last new one, H index heads, D index width.
 import torch
 from torch import Tensor
 
-from forward.chunk import Chunk
-from forward.kv_cache import MlaKvCache
+from forward.chunk import MlaChunk
 from kernels.dispatch import apply_rope, index_scores, layer_norm, linear, top_k_positions
 from snapshot.config import ModelConfig
 from snapshot.weights import IndexerWeights
@@ -19,7 +18,7 @@ BLOCK_BYTES = 64 << 20  # most of the index scores of one block of rows, all hea
 
 
 def select_positions(
-    config: ModelConfig, layer: int, weights: IndexerWeights, x: Tensor, query_latent: Tensor, chunk: Chunk[MlaKvCache]
+    config: ModelConfig, layer: int, weights: IndexerWeights, x: Tensor, query_latent: Tensor, chunk: MlaChunk
 ) -> list[Tensor | None]:
     """x [T, model width] (normed), query_latent [T, q_lora_rank] -> for each segment None (all earlier positions) or
     the selected positions [rows, index_topk], ascending, padded with -1. Appends index keys to each KV cache."""
@@ -33,16 +32,15 @@ def select_positions(
     queries = apply_rope(linear(query_latent, weights.q_b).view(-1, H, D), 0, *rope)  # [T, H, D]
     head_weights = linear(x, weights.head_weights) * H**-0.5  # [T, H]
     return [
-        None
-        if len(keys) <= config.index_topk
-        else select_rows(queries[s.rows], head_weights[s.rows], keys, s.first_position, config.index_topk)
+        select_rows(queries[s.rows], head_weights[s.rows], keys, s.first_position, config.index_topk)
         for s, keys in zip(chunk.segments, cached, strict=True)
     ]
 
 
-def select_rows(queries: Tensor, head_weights: Tensor, keys: Tensor, first_position: int, topk: int) -> Tensor:
-    """queries [T, H, D] of positions from first_position on, head_weights [T, H], keys [S, D], S > topk -> selected
-    positions [T, topk], ascending, padded with -1."""
+def select_rows(queries: Tensor, head_weights: Tensor, keys: Tensor, first_position: int, topk: int) -> Tensor | None:
+    """queries [T, H, D] of positions from first_position on, head_weights [T, H], keys [S, D] -> a selection."""
+    if len(keys) <= topk:
+        return None
     step = max(1, BLOCK_BYTES // (4 * queries.shape[1] * len(keys)))
     selected = []
     for start in range(0, len(queries), step):

@@ -9,20 +9,14 @@ import torch
 from torch import Tensor
 
 from forward.attention.indexer import select_positions
-from forward.chunk import Chunk
-from forward.kv_cache import MlaKvCache
+from forward.chunk import MlaChunk
 from kernels.dispatch import absorbed_attention, apply_rope, linear, rms_norm
 from snapshot.config import ModelConfig
 from snapshot.weights import IndexerWeights, MlaWeights
 
 
 def mla(
-    config: ModelConfig,
-    layer: int,
-    weights: MlaWeights,
-    indexer: IndexerWeights | None,
-    x: Tensor,
-    chunk: Chunk[MlaKvCache],
+    config: ModelConfig, layer: int, weights: MlaWeights, indexer: IndexerWeights | None, x: Tensor, chunk: MlaChunk
 ) -> Tensor:
     """x [T, D] (normed) -> [T, D]. A layer with an indexer writes chunk.selections, one without reuses them.
     Appends latents and rotated keys to the KV cache of each sequence."""
