@@ -37,24 +37,19 @@ def run(settings: Settings) -> int:
     from modes.teacher_forcing import run_teacher_forcing
     from modes.text import run_text
 
-    mode: Mode
-    if settings.score:
-        mode = run_score
-    elif settings.serve:
-        mode = run_serve
-    elif settings.prompt is not None:
-        mode = run_text
-    elif settings.replay:
-        mode = run_replay
-    elif settings.tf:
-        mode = run_teacher_forcing
-    elif settings.is_chat and sys.stdin is not None and sys.stdin.isatty():
-        mode = run_chat
-    else:
-        mode = run_check
-        if not settings.ref and snapshot_folder(settings) and not reference_path(settings).exists():
-            print(USAGE, file=sys.stderr)
-            return 2
+    modes: tuple[tuple[object, Mode], ...] = (
+        (settings.score, run_score),
+        (settings.serve, run_serve),
+        (settings.prompt, run_text),
+        (settings.replay, run_replay),
+        (settings.tf, run_teacher_forcing),
+        (settings.is_chat and sys.stdin is not None and sys.stdin.isatty(), run_chat),
+        (True, run_check),
+    )
+    mode = next(mode for is_chosen, mode in modes if is_chosen)
+    if mode is run_check and not settings.ref and snapshot_folder(settings) and not reference_path(settings).exists():
+        print(USAGE, file=sys.stderr)
+        return 2
     if settings.tools and mode is not run_chat:
         raise Refused("--tools: only a chat has tools; set CHAT=1 in a terminal and no other mode, or use chat_cli.py")
     return run_mode("colibri", settings, mode, open_server if mode is run_serve else open_snapshot)

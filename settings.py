@@ -86,9 +86,6 @@ class Environ(TextFieldReader):
         except UnicodeError:
             raise Refused(f"{name} is not valid UTF-8; check the terminal's encoding") from None
 
-    def words(self, name: str) -> tuple[str, ...]:
-        return tuple((self.utf8(name) or "").replace(",", " ").split())
-
     def cache_folder(self, name: str) -> Path:
         return Path(self.path(name) or Path.home() / ".cache") / "colibri.py"
 
@@ -155,7 +152,8 @@ class Settings:
     host: str = variable(lambda env, name: env.utf8(name) or "127.0.0.1")  # address that the server listens on
     port: int = variable(Environ.whole, 8000, 0, 65535)  # 0 = any that is free
     api_key: str | None = variable(lambda env, name: env.utf8(name) or None)
-    allowed_hosts: tuple[str, ...] = variable(Environ.words)  # of the server, besides addresses and localhost
+    # Host names of the server, besides numeric addresses and localhost.
+    allowed_hosts: tuple[str, ...] = variable(lambda env, name: tuple((env.utf8(name) or "").replace(",", " ").split()))
     kv_slots: int = variable(Environ.whole, 0, 1, 64)  # conversations at once; 0 = 4, or fewer as the budget asks
     queue: int = variable(Environ.whole, 64, 0, 1 << 16)  # requests that may wait
     kvsave: bool = variable(Environ.flag, False)  # keep KV caches of conversations over a restart
@@ -166,8 +164,8 @@ class Settings:
     @property
     def drafts(self) -> bool:
         """Whether this run generates with draft tokens: then the MTP layer is loaded."""
-        generates = not self.score and (self.serve or self.prompt is not None or not (self.replay or self.tf))
-        return bool(generates) and self.draft != "0"
+        generates = not self.score and bool(self.serve or self.prompt or not (self.replay or self.tf))
+        return generates and self.draft != "0"
 
     @property
     def is_chat(self) -> bool:

@@ -25,8 +25,7 @@ def say(line: str) -> None:
 
 
 def say_warnings() -> None:
-    """Print warnings of the engine as one line each, and only the first of a kind, so that they cannot bury the
-    answer."""
+    """Print warnings as one line each, and only the first of a kind, so that they cannot bury the answer."""
     shown = set()
 
     def show(message: Warning | str, category: type[Warning], *rest: object, **more: object) -> None:

@@ -18,10 +18,8 @@ def terminate(number: int, frame: FrameType | None) -> None:
 
 
 def exit_code(program: str, work: Callable[[], int], interrupted: str = "") -> int:
-    """-> the exit code of `work`, or that of the error that ended it; `program` begins the line on stderr.
-
-    interrupted: the line for an interrupt, by default none.
-    """
+    """-> the exit code of `work`, or that of the error that ended it, with a line on stderr that `program` begins;
+    an interrupt has one where `interrupted` gives it."""
     signal.signal(signal.SIGTERM, terminate)
     try:
         code = work()
@@ -34,18 +32,13 @@ def exit_code(program: str, work: Callable[[], int], interrupted: str = "") -> i
         if interrupted:
             print(f"\n{program}: {interrupted}", file=sys.stderr)
         return 143 if isinstance(error, Terminated) else 130
-    except BrokenPipeError:
-        discard_stdout()
-        return 141
     except OSError as error:
-        # A folder without permission, a name too long, a full disk; that of stdout has no name.
+        # A folder without permission, a name too long, a full disk. Without a name it may be stdout that failed, and
+        # flushing what is buffered would fail again when the interpreter exits.
         if not error.filename:
-            discard_stdout()
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):
+            return 141
         where = f"{error.filename}: " if error.filename else ""
         print(f"{program}: {Refused(where + (error.strerror or str(error)))}", file=sys.stderr)
         return 2
-
-
-def discard_stdout() -> None:
-    """Point stdout at /dev/null: flushing what is buffered would fail again when the interpreter exits."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

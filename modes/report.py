@@ -61,10 +61,8 @@ class RunReport:
         self.heartbeat_at = self.started.seconds
 
     def mark(self) -> CounterMark:
-        experts = self.model.experts
-        return CounterMark(
-            time.perf_counter(), replace(experts.counters), experts.busy_seconds, dict(self.model.profile.seconds)
-        )
+        experts, profile = self.model.experts, dict(self.model.profile.seconds)
+        return CounterMark(time.perf_counter(), replace(experts.counters), experts.busy_seconds, profile)
 
     def end(self) -> None:
         """Stop the clocks, so that everything said of the run is the same number."""
@@ -107,18 +105,15 @@ class RunReport:
             return None
         return sum(drive.speed.gigabytes_per_second for drive in drives) * 1e9
 
-    def finish(self, settings: Settings, num_decoded: int = 0, usage_tokens: int | None = None, **more: object) -> None:
-        """End the run: print statistics and profile, add to the usage history, write REPORT.
+    def finish(self, settings: Settings, num_decoded: int = 0, **more: object) -> None:
+        """End the run: print statistics and profile, write REPORT.
 
-        num_decoded: tokens that took the decode time. usage_tokens: tokens that went through the layers, for modes
-        whose expert use is learned from. more: keys of REPORT that this mode alone has.
+        num_decoded: tokens that took the decode time. more: keys of REPORT that this mode alone has.
         """
         self.end()
         numbers = self.numbers(num_decoded, **more)
         self.say_statistics(num_decoded)
         say("PROFILE: " + " | ".join(f"{stage} {seconds:.2f}" for stage, seconds in numbers["profile"].items()) + " s")
-        if usage_tokens is not None:
-            save_usage(self.loaded, usage_tokens)
         write_report(settings, numbers)
 
     def numbers(self, num_decoded: int, **more: object) -> dict[str, Any]:

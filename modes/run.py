@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from forward.finite import NonFinite
-from load.model import OpenedSnapshot, open_snapshot, snapshot_folder
+from load.model import OpenedSnapshot, open_snapshot
 from machine.console import Terminal, say, say_warnings
 from modes.report import check_report
 from settings import Settings
@@ -25,7 +25,6 @@ def run_mode(program: str, settings: Settings, mode: Mode, open_for: Opener = op
     for notice in settings.notices:
         say(notice)
     check_report(settings)
-    snapshot_folder(settings)
     opened = open_for(settings)
     try:
         announce(opened)

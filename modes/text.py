@@ -9,7 +9,7 @@ from generate.draft import Drafter
 from generate.sampler import Sampler
 from load.model import OpenedSnapshot, load_model
 from machine.console import PrefillProgress, say
-from modes.report import RunReport
+from modes.report import RunReport, save_usage
 from settings import Settings
 from snapshot.config import ModelConfig
 from text.detokenizer import Detokenizer
@@ -48,7 +48,8 @@ def run_text(settings: Settings, opened: OpenedSnapshot) -> int:
     run.end()
     why = "interrupted" if interrupt else stop_reason(run.counters, tokenizer, max_tokens, settings.ngen)
     say(f"[stop] {why}")
-    run.finish(settings, run.counters.tokens - 1, usage_tokens=kv.length, stop=why, seed=settings.seed)
+    save_usage(loaded, kv.length)
+    run.finish(settings, run.counters.tokens - 1, stop=why, seed=settings.seed)
     if interrupt:
         raise interrupt
     return 0
