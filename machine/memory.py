@@ -80,12 +80,9 @@ def cgroup_folders(controller: str) -> Iterator[tuple[Path, bool]]:
     for line in lines:
         hierarchy, controllers, path = line.split(":", 2)
         is_v2 = hierarchy == "0"
-        if is_v2:
-            root = CGROUP_ROOT
-        elif controller in controllers.split(","):
-            root = CGROUP_ROOT / controller
-        else:
+        if not is_v2 and controller not in controllers.split(","):
             continue
+        root = CGROUP_ROOT if is_v2 else CGROUP_ROOT / controller
         folder = root / path.lstrip("/")
         # In a container the path may point outside of what it can see; the visible root then holds the limit.
         yield from ((each, is_v2) for each in (folder, *folder.parents) if each.is_relative_to(root))

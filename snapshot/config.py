@@ -31,7 +31,7 @@ class ModelConfig:
     # MLA
     q_lora_rank: int = 0  # 0: queries are projected from the hidden state directly
     kv_lora_rank: int = 0
-    latent_norm_eps: float = 0.0
+    latent_norm_eps: float = 1e-6  # in transformers the default of its class, not rms_norm_eps
     # GQA
     num_kv_heads: int = 0
     output_bias: bool = False
@@ -43,7 +43,7 @@ class ModelConfig:
     index_topk: int = 0
     index_num_heads: int = 0
     index_head_dim: int = 0
-    index_norm_eps: float = 0.0
+    index_norm_eps: float = 1e-6
     index_rope_interleaved: bool = True
     # MLP and MoE
     mlp_types: tuple[str, ...]  # "dense" or "sparse" for each layer

@@ -19,8 +19,11 @@ class ConfigFields(FieldReader):
         self.defaults: dict[str, Any] = {}  # of the family; they win over those of the callers
         self.prefix = prefix  # of keys in error messages, "rope_parameters." for a nested object
 
-    def nested(self, key: str, values: dict[str, Any]) -> "ConfigFields":
-        """Fields of the object under `key`."""
+    def nested(self, key: str) -> "ConfigFields":
+        """Fields of the object under `key`; of an empty one if absent."""
+        values = self.get(key, {})
+        if not isinstance(values, dict):
+            self.reject(key, "must be an object")
         return ConfigFields(values, self.subject, f"{self.prefix}{key}.")
 
     def label(self, name: str) -> str:

@@ -46,12 +46,9 @@ def parse_model_config(fields: ConfigFields) -> tuple[ModelConfig, Family]:
 
 def check_quantization(fields: ConfigFields) -> None:
     """Refuse a quantization_config other than FP8 or MXFP4. Dtypes of tensors decide: containers keep the key."""
-    values = fields.get("quantization_config", None)
-    if values is None:
+    if fields.find("quantization_config") is None:
         return
-    if not isinstance(values, dict):
-        fields.reject("quantization_config", "must be an object")
-    quantization = fields.nested("quantization_config", values)
+    quantization = fields.nested("quantization_config")
     quantization.require("quant_method", "fp8", "mxfp4")
     if quantization.get("quant_method") == "fp8":
         quantization.require("fmt", "e4m3")

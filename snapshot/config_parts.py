@@ -9,7 +9,6 @@ from typing import Any
 from snapshot.config_fields import ConfigFields
 from snapshot.rope import parse_rope
 
-LATENT_NORM_EPS = 1e-6  # transformers builds the latent norms with the class default, not with rms_norm_eps
 EXPERT_NAMES = ("n_routed_experts", "num_experts", "num_local_experts")
 
 Part = dict[str, Any]  # keyword arguments of ModelConfig
@@ -51,7 +50,6 @@ def parse_mla(fields: ConfigFields, common: Part, needs_q_lora: bool = True) -> 
         "rope_head_dim": rope_dim,
         "v_head_dim": fields.count("v_head_dim"),
         "rope": parse_rope(fields, rope_dim, common["max_positions"]),
-        "latent_norm_eps": LATENT_NORM_EPS,
         "attention_bias": fields.flag("attention_bias", False),
     }
 
@@ -91,9 +89,8 @@ def parse_sliding_window(fields: ConfigFields, num_layers: int) -> Part:
 
 def parse_partial_rotary_factor(fields: ConfigFields) -> float:
     """partial_rotary_factor, in rope_parameters or at the top level."""
-    values = fields.get("rope_parameters", {})
-    rope = fields.nested("rope_parameters", values if isinstance(values, dict) else {})
-    return rope.number("partial_rotary_factor", fields.number("partial_rotary_factor"), high=1.0)
+    at_top = fields.number("partial_rotary_factor")
+    return fields.nested("rope_parameters").number("partial_rotary_factor", at_top, high=1.0)
 
 
 def parse_experts(
@@ -150,5 +147,4 @@ def parse_indexer(fields: ConfigFields, attention: Part) -> Part:
         "index_topk": fields.count("index_topk", 2048, high=1 << 31),
         "index_num_heads": fields.count("index_n_heads"),
         "index_head_dim": width,
-        "index_norm_eps": 1e-6,
     }

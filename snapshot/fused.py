@@ -39,18 +39,15 @@ def find_fused_experts(
     return lambda expert: split_expert(config, family, entries, expert)
 
 
-def slice_expert(entry: TensorEntry, expert: int) -> TensorEntry:
-    """One expert of a tensor [E, ...]."""
-    num_bytes = entry.num_bytes // entry.shape[0]
-    return slice_bytes(entry, num_bytes * expert, num_bytes)
-
-
 def split_expert(
     config: ModelConfig, family: Family, entries: dict[str, TensorEntry], expert: int
 ) -> list[StoredWeight]:
     """The matrices [gate, up, down] of one expert; entries: by the words of the family's table."""
     W, D = config.moe_intermediate_size, config.hidden_size
-    sliced = {word: slice_expert(entry, expert) for word, entry in entries.items()}
+    sliced = {}
+    for word, entry in entries.items():  # [E, ...]
+        num_bytes = entry.num_bytes // config.num_experts
+        sliced[word] = slice_bytes(entry, expert * num_bytes, num_bytes)
     gate_up, down = sliced["gate_up"], sliced["down"]
     is_float = "down_scales" not in sliced  # else MXFP4
     fmt, down_fmt = (FLOATS[entry.dtype] if is_float else MXFP4 for entry in (gate_up, down))

@@ -8,8 +8,6 @@ from torch import Tensor
 
 from snapshot.config_fields import ConfigFields
 
-ROPE_TYPES = ("default", "yarn")
-
 
 @dataclass(frozen=True)
 class Rope:
@@ -22,12 +20,9 @@ class Rope:
 
 def parse_rope(fields: ConfigFields, width: int, max_positions: int) -> Rope:
     """rope_parameters, or the older rope_scaling and top-level rope_theta -> Rope of `width` columns."""
-    values = fields.get(fields.first_present("rope_parameters", "rope_scaling"), {})
-    if not isinstance(values, dict):
-        fields.reject("rope_parameters", "must be an object")
-    rope = fields.nested("rope_parameters", values)
+    rope = fields.nested(fields.first_present("rope_parameters", "rope_scaling"))
     kind = rope.first_present("rope_type", "type")
-    rope.require(kind, *ROPE_TYPES)
+    rope.require(kind, "default", "yarn")
     theta = rope.number("rope_theta", fields.get("rope_theta", 10000.0), low=1.0)
     if rope.get(kind, "default") == "yarn":
         return yarn_rope(rope, theta, width, max_positions)
