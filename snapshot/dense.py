@@ -27,8 +27,7 @@ class DenseTensors:
 
     def __init__(self, config: ModelConfig, family: Family, index: TensorIndex, with_mtp: bool = False):
         self.config, self.family, self.index = config, family, index
-        # Why the MTP layer is not among them.
-        self.mtp_problem = self.find_mtp_problem() if with_mtp else "not asked for"
+        self.mtp_problem = self.find_mtp_problem() if with_mtp else "not asked for"  # why the MTP layer is left out
         top = family.model_tensors(config)
         self.embed_name = top["embed"][0]
         self.head_name = top.get("lm_head", top["embed"])[0]

@@ -34,10 +34,7 @@ INFERRED_FORMATS += [FORMATS[f"int4-g{group}"] for group in GROUPS]
 
 @dataclass(frozen=True, slots=True)
 class StoredWeight:
-    """A matrix in the files: its format and the byte ranges of its data and scales.
-
-    With `selection` these are of the larger matrix whose rows it selects.
-    """
+    """A matrix in the files: format and byte ranges of data and scales, with `selection` those of the larger matrix."""
 
     name: str
     format: WeightFormat

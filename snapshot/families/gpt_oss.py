@@ -7,12 +7,11 @@ from snapshot.family import Family
 
 FAMILY = Family(router_name="router", is_gate_up_interleaved=True)
 LAYER_TYPES = ("sliding_attention", "full_attention")
-YARN = dict(rope_type="yarn", factor=32.0, truncate=False, original_max_position_embeddings=4096)
 DEFAULTS = {
     "max_position_embeddings": 131072,
     "head_dim": 64,
     "rope_theta": 150000.0,
-    "rope_parameters": YARN,
+    "rope_parameters": dict(rope_type="yarn", factor=32.0, truncate=False, original_max_position_embeddings=4096),
     "attention_bias": True,
     "sliding_window": 128,
     "num_local_experts": 128,
@@ -25,7 +24,6 @@ DEFAULTS = {
 def parse_config(fields: ConfigFields) -> ModelConfig:
     fields.defaults = DEFAULTS
     common = parts.parse_common(fields)
-    names = "num_local_experts", "num_experts"
     types = fields.words("layer_types", LAYER_TYPES, common["num_layers"])
     types = types or tuple(LAYER_TYPES[i % 2] for i in range(common["num_layers"]))
     window = fields.count("sliding_window")
@@ -34,7 +32,7 @@ def parse_config(fields: ConfigFields) -> ModelConfig:
         **parts.parse_gqa(fields, common),
         sliding_windows=tuple(window if kind == "sliding_attention" else 0 for kind in types),
         has_sinks=True,
-        **parts.parse_experts(fields, names, "intermediate_size"),
+        **parts.parse_experts(fields, ("num_local_experts", "num_experts"), "intermediate_size"),
         mlp_types=("sparse",) * common["num_layers"],
         router_has_bias=True,
         swiglu_limit=fields.number("swiglu_limit", low=1e-6),

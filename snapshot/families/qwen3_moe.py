@@ -28,5 +28,4 @@ def parse_sparse_step(fields: ConfigFields, num_layers: int) -> tuple[str, ...]:
     dense = fields.get("mlp_only_layers", [])
     if not isinstance(dense, list) or any(type(layer) is not int for layer in dense):
         fields.reject("mlp_only_layers", f"is {show(dense)}, expected a list of layers")
-    is_sparse = ((i + 1) % step == 0 and i not in dense for i in range(num_layers))
-    return tuple("sparse" if sparse else "dense" for sparse in is_sparse)
+    return tuple("sparse" if (i + 1) % step == 0 and i not in dense else "dense" for i in range(num_layers))
