@@ -6,6 +6,7 @@ are those of the vendors' data sheets, of dense bf16, without sparsity.
 """
 
 import math
+import random
 import re
 import time
 from collections.abc import Callable
@@ -19,7 +20,7 @@ import torch.nn.functional as F
 
 from experts.disk import ExpertDisk
 from experts.drive import Drive, DriveSpeed
-from experts.drive_speed import time_reads
+from experts.drive_speed import read_buffers, time_reads
 from kernels import dispatch
 from machine.arena import Arena
 from machine.memory import peak_rss_bytes
@@ -27,8 +28,8 @@ from machine.memory import peak_rss_bytes
 READ_BYTES = 256 << 20  # of memory, more than caches hold
 LARGE = 2048  # rows, columns and inner length of a large product
 MEASURE_SECONDS = 0.5
-DRIVE_BYTES = 200e6  # read at each depth
-DEPTHS = (4, 8)
+DRIVE_BYTES = 400e6  # read at each depth
+DEPTHS = (2, 4, 8)
 
 # Words of a name -> (FLOP/s, bytes/s). Of several that fit, the one with the most words counts.
 PEAKS = {
@@ -153,20 +154,22 @@ def find_machine_peaks(
 
 
 def measure_drives(disk: ExpertDisk) -> float:
-    """Bytes/s of plain reads of experts past the page cache, at the best of some queue depths; all drives together."""
-    size, layouts = disk.max_expert_bytes, list(disk.layouts.values())
-    arena = Arena(max(DEPTHS) * size)
-    buffers = [memoryview(arena.memory)[i * size : (i + 1) * size] for i in range(max(DEPTHS))]
-    count = min(len(layouts), max(*DEPTHS, round(DRIVE_BYTES * len(layouts) / disk.stored_bytes)))
-    sample = layouts[:: len(layouts) // count][:count]  # from everywhere in the files
+    """Bytes/s of plain reads of random experts past the page cache, at the best of some queue depths; all drives
+    together."""
+    layouts = list(disk.layouts.values())
+    count = min(len(layouts), round(DRIVE_BYTES / disk.max_expert_bytes))
+    buffers = read_buffers(max(DEPTHS), disk.max_expert_bytes)
+
+    def rate(drive: Drive, mode: str, depth: int, count: int) -> float:
+        sample = random.choices(layouts, k=max(1, count // depth) * depth)
+        seconds = time_reads(Drive(drive.root, drive.reader, DriveSpeed(mode, depth)), sample, buffers)
+        return sum(layout.stored_bytes for layout in sample) / seconds
+
     speed = 0.0
     for drive in disk.drives.usable:
+        rate(drive, "direct", 1, 1)  # shows whether the file system refuses O_DIRECT
         mode = "direct" if drive.supports_direct(layouts[0]) else "buffered"
-        rates = []
-        for depth in DEPTHS:
-            seconds = time_reads(Drive(drive.root, drive.reader, DriveSpeed(mode, depth)), sample, buffers)
-            rates.append(sum(layout.stored_bytes for layout in sample) / seconds)
-        speed += max(rates)
+        speed += max(rate(drive, mode, depth, count) for depth in DEPTHS)
     return speed
 
 

@@ -59,13 +59,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench.memory_cgroup import MOVE, memory_cgroup
+from bench.peaks import measure_drives
 from bench.streaming_table import COLUMNS, REFERENCE, Row, format_cell, print_tables, streaming_row
 from errors import Refused
 from experts.disk import ExpertDisk
-from experts.drive import Drive, DriveSpeed
-from experts.drive_speed import time_reads
 from experts.route_trace import read_trace
-from machine.arena import Arena
 from settings import EMBEDDED_SNAPSHOT, VARIABLES, Settings
 from snapshot.config_file import read_config
 from snapshot.index import read_index
@@ -83,8 +81,6 @@ KINDS = {"uniform": ("cold",), "trace": ("warm", "prefill"), "own": ("cold", "wa
 PREFILL_ARMS = (REFERENCE, "full-auto")
 WARM_IDS, PREFILL_IDS = 24, 512
 KEPT = ("THREADS", "KERNELS", "XDG_CACHE_HOME", "READ_MODE", "TERM")
-DEPTHS = (2, 4, 8)
-PLAIN_BYTES = 400e6  # read at each depth
 TOKENS_PER_GB = 8  # of decode in a run, for each GB/s of the drive
 MIN_TOKENS, MAX_TOKENS = 8, 16
 
@@ -92,45 +88,12 @@ MIN_TOKENS, MAX_TOKENS = 8, 16
 # --- one run ----------------------------------------------------------------------------------------------------------
 
 
-class PlainReads:
-    """The speed of plain reads of random experts of a snapshot."""
-
-    def __init__(self, folder: Path) -> None:
-        config, family = read_config(folder)
-        index, self.reader = read_index(folder), FileReader()
-        self.disk = ExpertDisk(config, family, index, self.reader)
-        self.layouts = list(self.disk.layouts.values())
-        if not self.layouts:
-            raise Refused(f"{folder}: has no routed experts, there is nothing to stream")
-        self.size = size = self.disk.max_expert_bytes
-        memory = memoryview(Arena(max(DEPTHS) * size).memory)
-        self.buffers = [memory[i * size : (i + 1) * size] for i in range(max(DEPTHS))]
-        self.drive = self.disk.drives.all[0]
-        self.time_sample("direct", 1, 1)
-        self.mode = "direct" if self.drive.supports_direct(self.layouts[0]) else "buffered"
-
-    def time_sample(self, mode: str, depth: int, count: int) -> float:
-        """GB/s of `count` random experts."""
-        sample = random.choices(self.layouts, k=count)
-        seconds = time_reads(Drive(self.drive.root, self.reader, DriveSpeed(mode, depth)), sample, self.buffers)
-        return sum(layout.stored_bytes for layout in sample) / seconds / 1e9
-
-    def measure(self) -> float:
-        """GB/s at the best of some queue depths."""
-        return max(
-            self.time_sample(self.mode, depth, max(depth, round(PLAIN_BYTES / self.size / depth) * depth))
-            for depth in DEPTHS
-        )
-
-    def drop_pages(self) -> None:
-        """Drop the snapshot from the page cache."""
-        for path in sorted(self.drive.root.glob("*.safetensors")):
-            with open(path, "rb") as file:
-                os.fsync(file.fileno())  # dirty pages would stay
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-    def close(self) -> None:
-        self.reader.close()
+def drop_pages(folder: Path) -> None:
+    """Drop a snapshot from the page cache."""
+    for path in sorted(folder.glob("*.safetensors")):
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())  # dirty pages would stay
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def run_colibri(group: Path | None, script: str, variables: dict[str, Any]) -> dict[str, Any]:
@@ -166,9 +129,13 @@ class StreamingBench:
     ) -> None:
         self.args, self.group, self.limit, self.writer = args, group, limit, writer
         self.folder, self.routing, self.work = folder, routing, work
-        self.plain = PlainReads(folder)
-        self.plain.drop_pages()
-        self.speed = self.plain.measure()
+        config, family = read_config(folder)
+        self.reader = FileReader()
+        self.disk = ExpertDisk(config, family, read_index(folder), self.reader)
+        if not self.disk.layouts:
+            raise Refused(f"{folder}: has no routed experts, there is nothing to stream")
+        drop_pages(folder)
+        self.speed = measure_drives(self.disk) / 1e9
         self.rows: list[Row] = []
         self.tokens = args.tokens or max(MIN_TOKENS, min(MAX_TOKENS, round(TOKENS_PER_GB * self.speed)))
 
@@ -176,7 +143,7 @@ class StreamingBench:
         """Token ids of the snapshot's reference if there are as many, else random ones."""
         path = self.folder / "ref_glm.json"
         own = read_json_object(path).get("full_ids", []) if path.exists() else []
-        vocab_size = self.plain.disk.config.vocab_size
+        vocab_size = self.disk.config.vocab_size
         return own[:count] if len(own) >= count else random.Random(1).choices(range(vocab_size), k=count)
 
     def decode(self) -> None:
@@ -201,10 +168,10 @@ class StreamingBench:
         trace = variables.get("ROUTE_TRACE")
         if trace:
             trace.unlink(missing_ok=True)
-        self.plain.drop_pages()
+        drop_pages(self.folder)
         script = "bench/reference_tier.py" if arm == REFERENCE else "colibri.py"
         numbers = run_colibri(self.group, script, variables)
-        before, self.speed = self.speed, self.plain.measure()
+        before, self.speed = self.speed, measure_drives(self.disk) / 1e9
         row: Row = {"routing": self.routing, "kind": kind, "arm": arm, "round": turn + 1, "limit": self.limit}
         row |= {"kernels": numbers["kernels"], "plain_before": before, "plain_after": self.speed}
         row["peak_rss_gb"] = numbers["peak_rss_bytes"] / 1e9
@@ -221,7 +188,7 @@ class StreamingBench:
 
     def needed_bytes(self, trace: Path) -> int:
         """Bytes of the distinct experts of each layer of each chunk of a prefill."""
-        layouts, (_, events) = self.plain.disk.layouts, read_trace(trace)
+        layouts, (_, events) = self.disk.layouts, read_trace(trace)
         return sum(layouts[layer, e].stored_bytes for layer, rows, uses in events if rows > 1 for e in uses)
 
 
@@ -251,7 +218,7 @@ def run(args: argparse.Namespace, group: Path | None, limit: str, writer: csv.Di
                 if "prefill" in KINDS[routing]:
                     bench.prefill()
             finally:
-                bench.plain.close()
+                bench.reader.close()
             rows += bench.rows
     return rows
 

@@ -90,9 +90,7 @@ def measure(drive: Drive, layouts: Sequence[ExpertLayout], seconds: float = PROB
     What a slow drive cannot do in that time is left out, deep queues first; so is O_DIRECT where the file system
     refuses it.
     """
-    size = max(layout.num_bytes for layout in layouts)
-    arena = Arena(max(DEPTHS) * size)
-    buffers = [memoryview(arena.memory)[i * size : (i + 1) * size] for i in range(max(DEPTHS))]
+    buffers = read_buffers(max(DEPTHS), max(layout.num_bytes for layout in layouts))
     samples = itertools.cycle(random.sample(layouts, len(layouts)))
     end = time.perf_counter() + seconds
 
@@ -115,6 +113,12 @@ def measure(drive: Drive, layouts: Sequence[ExpertLayout], seconds: float = PROB
         speed = sum(layout.stored_bytes for layout in sample) / took / 1e9
         best[mode, depth] = max(best.get((mode, depth), 0), speed)
     return tuple(ReadRate(mode, depth, speed) for (mode, depth), speed in best.items())
+
+
+def read_buffers(count: int, num_bytes: int) -> list[memoryview]:
+    """Page-aligned buffers of num_bytes, whole pages, each."""
+    memory = memoryview(Arena(count * num_bytes).memory)
+    return [memory[i * num_bytes : (i + 1) * num_bytes] for i in range(count)]
 
 
 def time_reads(drive: Drive, layouts: Sequence[ExpertLayout], buffers: Sequence[memoryview]) -> float:

@@ -12,10 +12,21 @@ from pathlib import Path
 # Before torch is imported: two threads of two workers wait for each other on two cores, for minutes beside other load.
 os.environ["OMP_NUM_THREADS"] = "1"
 
+import hypothesis
 import pytest
 import safetensors.torch
 
 from tests.support.forked import environment, forker
+
+# No test depends on the speed of a loaded machine, nor on which examples are generated this time.
+hypothesis.settings.register_profile(
+    "colibri",
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.load_profile("colibri")
 
 ROOT = Path(__file__).resolve().parents[1]
 FIXTURES = ROOT / "tests" / "fixtures"

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from generate.tools.calculator import DECLINED_WORDS, MAX_CHARACTERS, MAX_INTEGER, MAX_STEPS, calculate
 
-many = settings(max_examples=300, deadline=None, derandomize=True, database=None)
+many = settings(max_examples=300)
 
 # What nanochat's use_calculator gives too.
 SAME = {

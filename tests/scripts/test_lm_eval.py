@@ -213,7 +213,6 @@ def test_an_answer_that_breaks_down_is_an_error(evaluation, monkeypatch):
     def broken(*args, **options):
         raise Refused("expert 3 of layer 1 cannot be read")
 
-    monkeypatch.setattr(e.loaded.model.experts, "acquire", broken, raising=False)
     monkeypatch.setattr("forward.layers_forward.layer_forward", broken)
     with pytest.raises(Refused, match="an answer failed: expert 3 of layer 1 cannot be read"):
         e.generate([("In the", EvaluationOptions(max_tokens=4))])

@@ -253,7 +253,7 @@ FRAGMENTS = [
 ]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.sampled_from(FRAGMENTS) | st.binary(max_size=8), max_size=20).map(b"".join))
 def test_any_input_gives_output_that_can_be_parsed(stdin):
     for text, error, (tokens, _, _) in parse_replies(exchange(stdin, FakeScheduler(context=512))):

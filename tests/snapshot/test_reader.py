@@ -113,7 +113,7 @@ def layouts(draw):
     return list(zip(draw(st.permutations(spans["U8"])), spans["scales"], strict=True))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(layouts())
 def test_any_layout(file, layout):
     expert_layout = layout_expert([make_matrix(file, data, scales) for data, scales in layout])

@@ -27,8 +27,7 @@ NAMES = [name for name in HEADER if name != "__metadata__"]
 MODEL_FILES = ("config.json", "generation_config.json", INDEX_FILE, "model.safetensors")
 TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 SPARE_BYTES = 64_000_000
-shared_folder = [HealthCheck.function_scoped_fixture]
-few = settings(max_examples=70, deadline=None, derandomize=True, database=None, suppress_health_check=shared_folder)
+few = settings(max_examples=70, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 
 
 @contextmanager
