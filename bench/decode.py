@@ -11,7 +11,6 @@ threads; GFLOP/s of the prefill stand beside those of torch's bf16 linear at as 
 import argparse
 import inspect
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -26,6 +25,7 @@ import torch
 import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from bench.synthetic import make_snapshot
 from experts.cache import ExpertCache
 from experts.prefetch import PrefetchController
 from forward.kv_cache import make_kv_cache
@@ -40,7 +40,7 @@ from machine.threads import num_threads
 from settings import EMBEDDED_SNAPSHOT, Settings
 from snapshot.weights import MoeWeights
 
-SYNTHETIC = Path(__file__).resolve().parents[1] / "dev" / "make_synthetic.py"
+SNAPSHOT = "glm-5.2 --experts 64 --vocab 32768 --prompt 64 --tokens 8 --report-tokens 0"
 READ_BYTES = 256 << 20
 OPERATIONS = [name for name, value in vars(dispatch).items() if inspect.isfunction(value) and hasattr(Native, name)]
 CONTEXT = 1024
@@ -200,9 +200,7 @@ def main(arguments: list[str] | None = None) -> None:
         run(snap, args.prompt)
         return
     with tempfile.TemporaryDirectory() as folder:
-        script = [sys.executable, str(SYNTHETIC), "glm-5.2", f"{folder}/glm"]
-        sizes = "--experts 64 --vocab 32768 --prompt 64 --tokens 8 --report-tokens 0".split()
-        subprocess.run([*script, *sizes], check=True)
+        make_snapshot(Path(folder, "glm"), SNAPSHOT)
         run(f"{folder}/glm", args.prompt)
 
 

@@ -1,30 +1,30 @@
-"""Cost of continuous batching: several clients of the scheduler against one, and a short prompt beside a long one.
+"""Benchmark of continuous batching: N clients of the scheduler against one, and a short prompt beside a long prefill.
 
     make bench-serving            or     python bench/serving.py [--clients 8] [--tokens 32] [--small]
     SNAP=/models/glm-5.2-int4 RAM_GB=20 python bench/serving.py
 
-Without SNAP two synthetic snapshots of GLM-5.2's layers are made (dev/make_synthetic.py, routing as in traces), one
-after the other, in a temporary folder (TMPDIR says where; it must be on the drive that is to be measured):
+Without SNAP two synthetic snapshots of GLM-5.2's layers are written (dev/make_synthetic.py, routing as in traces), one
+after the other, to a temporary folder (set TMPDIR to put it on the drive to measure):
 
     disk      4 layers, 256 experts in each of the 3 sparse ones, 16 GB, with RAM_GB 6 and READ_MODE=direct
-    memory    4 layers, 64 experts, 4 GB, all of them in the cache
+    memory    4 layers, 64 experts, 4 GB, all of them cached
 
---small makes one of 0.2 GB and gives it a cache of a quarter of its experts, then of all; it shows that this program
-works and measures little. With SNAP that snapshot is measured as it is, within RAM_GB.
+--small writes one of 0.2 GB and runs it with a quarter of its experts cached, then with all: a smoke test of this
+program, not a measurement. With SNAP that snapshot is measured as it is, within RAM_GB.
 
-Each client has a prompt of its own and samples with a seed of its own, at temperature 1, without drafts
-(--draft measures with them). All begin together; what counts begins when the last has --warm tokens, and ends when the
-first has all of its own. The lines:
+Each client has its own prompt and seed, at temperature 1, without draft tokens (--draft turns them on). All start
+together; the measured window begins when every client has --warm tokens and ends when the first one has --tokens more.
+The lines of the output:
 
-    one client, N clients    tokens a second of all together; MB read and distinct experts a forward
-    together                 how many times the speed of one. Where experts are read the best to expect is N x (bytes
-                             a forward of one reads / bytes a forward of N reads), and the share of it that was reached
-                             is said; the aim is 0.85. With all in memory the aim is 2.5 times.
-    first token              of a prompt of 16 tokens that comes at a random moment while one of 2,000 is prefilled and
-                             another client is answered, the median of several; and what it may take: two steps of
-                             decode and one with a part of the long prompt
+    one client, N clients    tokens a second of all clients together; MB read and distinct experts a forward
+    together                 speedup of N clients over one. Where experts are read, the bound is N x (bytes a forward
+                             of one client reads / bytes a forward of N clients reads), and the line says which share
+                             of it was reached; the aim is 0.85. With all experts cached the aim is 2.5 times.
+    first token              seconds to the first token of a prompt of 16 tokens, submitted at a random moment while a
+                             prompt of 2,000 is prefilled and another client decodes: the median of several. The limit
+                             is two decode steps and one step with a prefill chunk
 
-Numbers of a machine that does other things at the same time mean little.
+On a machine with other load the numbers mean little.
 """
 
 import argparse
@@ -32,246 +32,258 @@ import gc
 import json
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
 import time
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from errors import Refused
-from generate.request import Finished, NewToken, Request
+from bench.synthetic import make_snapshot
+from generate.request import Event, Finished, NewToken, Request
 from generate.scheduler import Scheduler
 from load.model import load_model, open_snapshot
+from machine.exit import exit_code
 from settings import EMBEDDED_SNAPSHOT, Settings
 
-ROOT = Path(__file__).resolve().parents[1]
-SIZES = {
-    "disk": "glm-5.2 --layers 4 --experts 256 --vocab 32768",
-    "memory": "glm-5.2 --layers 4 --experts 64 --vocab 32768",
-    "small": "small --layers 5 --experts 64 --hidden 512 --moe-width 512 --vocab 4096",
+ROUTING = "--routing trace --prompt 64 --tokens 512 --report-tokens 0"
+SNAPSHOTS = {
+    "disk": f"glm-5.2 --layers 4 --experts 256 --vocab 32768 {ROUTING}",
+    "memory": f"glm-5.2 --layers 4 --experts 64 --vocab 32768 {ROUTING}",
+    "small": f"small --layers 5 --experts 64 --hidden 512 --moe-width 512 --vocab 4096 {ROUTING}",
 }
-PROMPT_IDS, LONG_IDS, SHORT_IDS = 16, 2000, 16
+PROMPT_TOKENS = 16
+LONG_PROMPT_TOKENS = 2000
+SHORT_PROMPT_TOKENS = 16
 CONTEXT = 4096
-SHORT_PROMPTS = 5  # that meet the long one
+NUM_SHORT_PROMPTS = 5  # submitted during the prefill of a long one
 
 
 @dataclass(frozen=True)
-class Rate:
-    """What the steps of a window did."""
+class ServingCounters:
+    """Sums since the scheduler started, and the time at which they were taken."""
+
+    seconds: float
+    tokens: int
+    forwards: int
+    bytes_read: int
+    experts: int  # distinct ones that layers requested
+
+
+@dataclass(frozen=True)
+class ServingRate:
+    """Throughput within a measured window."""
 
     tokens_per_second: float
     bytes_per_forward: float
     experts_per_forward: float
 
 
-class Window:
-    """A listener for all clients: what is counted from when all have `warm` tokens until one has all of its own."""
+class MeasuredWindow:
+    """The listener of all clients. The window lasts from when all have `warm` tokens until one has `tokens` more."""
 
-    def __init__(self, scheduler, num_clients, warm, tokens):
-        self.scheduler, self.warm, self.last = scheduler, warm, warm + tokens
-        self.counts, self.num_clients, self.num_over = {}, num_clients, 0
-        self.start = self.stop = None
-        self.is_over = threading.Event()
+    def __init__(self, scheduler: Scheduler, num_clients: int, warm: int, tokens: int):
+        self.scheduler = scheduler
+        self.num_clients = num_clients
+        self.warm = warm
+        self.last = warm + tokens
+        self.tokens: Counter[int] = Counter()  # request id -> tokens so far
+        self.num_finished = 0
+        self.start: ServingCounters | None = None
+        self.stop: ServingCounters | None = None
+        self.all_finished = threading.Event()
 
-    def look(self):
-        experts, done = self.scheduler.model.experts.counters, self.scheduler.batch.counters
-        tokens = sum(self.counts.values())
-        return time.perf_counter(), tokens, done.forwards, experts.bytes_read, experts.hits + experts.misses
+    def read_counters(self) -> ServingCounters:
+        experts, batch = self.scheduler.model.experts.counters, self.scheduler.batch.counters
+        return ServingCounters(
+            seconds=time.perf_counter(),
+            tokens=self.tokens.total(),
+            forwards=batch.forwards,
+            bytes_read=experts.bytes_read,
+            experts=experts.hits + experts.misses,
+        )
 
-    def __call__(self, event):
+    def __call__(self, event: Event) -> None:
         if isinstance(event, NewToken):
-            self.counts[event.active.id] = self.counts.get(event.active.id, 0) + 1
-            if not self.start and len(self.counts) == self.num_clients and min(self.counts.values()) >= self.warm:
-                self.start = self.look()
-            elif self.start and not self.stop and self.counts[event.active.id] == self.last:
-                self.stop = self.look()
+            self.tokens[event.active.id] += 1
+            if not self.start:
+                if len(self.tokens) == self.num_clients and min(self.tokens.values()) >= self.warm:
+                    self.start = self.read_counters()
+            elif not self.stop and self.tokens[event.active.id] == self.last:
+                self.stop = self.read_counters()
         elif isinstance(event, Finished):
-            self.num_over += 1
-            if self.num_over == self.num_clients:
-                self.is_over.set()
+            self.num_finished += 1
+            if self.num_finished == self.num_clients:
+                self.all_finished.set()
 
-    def rate(self):
-        seconds, tokens, forwards, num_bytes, experts = (b - a for a, b in zip(self.start, self.stop, strict=True))
-        return Rate(tokens / seconds, num_bytes / forwards, experts / forwards)
+    def rate(self) -> ServingRate:
+        assert self.start and self.stop
+        differences = (b - a for a, b in zip(astuple(self.start), astuple(self.stop), strict=True))
+        seconds, tokens, forwards, bytes_read, experts = differences
+        return ServingRate(tokens / seconds, bytes_read / forwards, experts / forwards)
 
 
-class Texts:
-    """Prompts: pieces of the snapshot's own ids where it has some, else random ones."""
+class PromptSource:
+    """Random excerpts of the snapshot's reference ids where it has enough of them, else random ids."""
 
-    def __init__(self, folder, vocab_size):
+    def __init__(self, folder: Path, vocab_size: int):
         path = folder / "ref_glm.json"
-        self.own = json.loads(path.read_text())["full_ids"] if path.exists() else []
-        self.vocab_size, self.random = vocab_size, random.Random(1)
+        self.reference_ids: list[int] = json.loads(path.read_text())["full_ids"] if path.exists() else []
+        self.vocab_size = vocab_size
+        self.random = random.Random(1)
 
-    def take(self, count):
-        if len(self.own) < 2 * count:
-            return tuple(self.random.choices(range(self.vocab_size), k=count))
-        start = self.random.randrange(len(self.own) - count)
-        return tuple(self.own[start : start + count])
+    def next_prompt(self, num_tokens: int) -> tuple[int, ...]:
+        if len(self.reference_ids) < 2 * num_tokens:
+            return tuple(self.random.choices(range(self.vocab_size), k=num_tokens))
+        start = self.random.randrange(len(self.reference_ids) - num_tokens)
+        return tuple(self.reference_ids[start : start + num_tokens])
 
 
-def measure_rate(scheduler, texts, num_clients, warm, tokens):
-    """-> Rate of so many clients."""
-    window = Window(scheduler, num_clients, warm, tokens)
+def measure_rate(scheduler: Scheduler, prompts: PromptSource, num_clients: int, warm: int, tokens: int) -> ServingRate:
+    window = MeasuredWindow(scheduler, num_clients, warm, tokens)
     for seed in range(num_clients):
-        request = Request(texts.take(PROMPT_IDS), warm + tokens + 1, 1.0, seed=seed)
+        request = Request(prompts.next_prompt(PROMPT_TOKENS), warm + tokens + 1, 1.0, seed=seed)
         scheduler.submit(request, window)
-    window.is_over.wait()
+    window.all_finished.wait()
     return window.rate()
 
 
-class Talk:
-    """A client that is answered all the time: when each of its tokens came."""
+class TokenTimes:
+    """The listener of one client: when each of its tokens was sampled."""
 
-    def __init__(self):
-        self.times, self.is_over = [], threading.Event()
+    def __init__(self) -> None:
+        self.times: list[float] = []
+        self.finished = threading.Event()
 
-    def __call__(self, event):
+    def __call__(self, event: Event) -> None:
         if isinstance(event, NewToken):
             self.times.append(time.perf_counter())
         elif isinstance(event, Finished):
-            self.is_over.set()
+            self.finished.set()
 
-    def steps(self, since, until):
-        """Seconds between its tokens in that time."""
-        times = [t for t in self.times if since <= t <= until]
+    def intervals(self, since: float = 0.0) -> list[float]:
+        """Seconds between consecutive tokens from `since` on."""
+        times = [t for t in self.times if t >= since]
         return [b - a for a, b in zip(times, times[1:], strict=False)]
 
 
-def measure_first_token(scheduler, texts):
-    """-> seconds: (to the first tokens of short prompts, a step of decode, one with a part of the long prompt)."""
-    firsts, chunks, decode = [], [], 0.0
-    for seed in range(SHORT_PROMPTS):
-        talk, long, short = Talk(), Talk(), Talk()
-        talking = scheduler.submit(Request(texts.take(PROMPT_IDS), scheduler.context - PROMPT_IDS, 1.0), talk)
-        wait_until(lambda talk=talk: len(talk.times) >= 6)
-        decode = statistics.median(talk.steps(0, time.perf_counter()))
-        ids = random.Random(seed).choices(range(scheduler.config.vocab_size), k=LONG_IDS)
-        began = time.perf_counter()
-        reading = scheduler.submit(Request(tuple(ids), 1), long)
-        # Two parts of the long prompt tell what one takes; then the short one comes somewhere in the next.
-        wait_until(lambda talk=talk, began=began: len(talk.steps(began, time.perf_counter())) >= 3)
-        time.sleep(random.Random(seed).random() * max(talk.steps(began, time.perf_counter())))
-        asked = time.perf_counter()
-        scheduler.submit(Request(texts.take(SHORT_IDS), 1), short)
-        short.is_over.wait()
-        if not long.times:  # else there was nothing to wait for
-            firsts.append(short.times[0] - asked)
-        chunks += sorted(talk.steps(began, time.perf_counter()))[-2:]
-        talking.cancel()
-        reading.cancel()
-        talk.is_over.wait()
-        long.is_over.wait()
-    return statistics.median(firsts), decode, statistics.median(chunks)
+def measure_first_token(scheduler: Scheduler, prompts: PromptSource) -> tuple[float, float, float]:
+    """-> median seconds to a short prompt's first token, of a decode step, of a step with a prefill chunk."""
+    first_tokens: list[float] = []
+    chunk_steps: list[float] = []
+    decode_step = 0.0
+    for seed in range(NUM_SHORT_PROMPTS):
+        decoding, long, short = TokenTimes(), TokenTimes(), TokenTimes()
+        # 1) one client decodes alone
+        request = Request(prompts.next_prompt(PROMPT_TOKENS), scheduler.context - PROMPT_TOKENS, 1.0)
+        decoding_request = scheduler.submit(request, decoding)
+        wait_until(lambda client=decoding: len(client.times) >= 6)  # type: ignore[misc]  # bound in this turn
+        decode_step = statistics.median(decoding.intervals())
+        # 2) a long prompt joins; its first two prefill chunks show how long a step with one takes
+        ids = random.Random(seed).choices(range(scheduler.config.vocab_size), k=LONG_PROMPT_TOKENS)
+        started = time.perf_counter()
+        long_request = scheduler.submit(Request(tuple(ids), 1), long)
+        wait_until(lambda client=decoding, since=started: len(client.intervals(since)) >= 3)  # type: ignore[misc]
+        # 3) the short prompt comes at a random moment of a step
+        time.sleep(random.Random(seed).random() * max(decoding.intervals(started)))
+        submitted = time.perf_counter()
+        scheduler.submit(Request(prompts.next_prompt(SHORT_PROMPT_TOKENS), 1), short)
+        short.finished.wait()
+        if not long.times:  # else the prefill was over before
+            first_tokens.append(short.times[0] - submitted)
+        chunk_steps += sorted(decoding.intervals(started))[-2:]
+        decoding_request.cancel()
+        long_request.cancel()
+        decoding.finished.wait()
+        long.finished.wait()
+    return statistics.median(first_tokens), decode_step, statistics.median(chunk_steps)
 
 
-def wait_until(is_so):
-    while not is_so():
+def wait_until(condition: Callable[[], bool]) -> None:
+    while not condition():
         time.sleep(0.001)
 
 
-def run(name, settings, args):
-    """Load, measure, say."""
-    opened = open_snapshot(settings, args.clients)
-    loaded = load_model(settings, opened)
+def mean_rate(rates: list[ServingRate]) -> ServingRate:
+    """The mean of each number."""
+    return ServingRate(*map(statistics.mean, zip(*map(astuple, rates), strict=True)))
+
+
+def run(name: str, settings: Settings, args: argparse.Namespace) -> None:
+    """Load a snapshot, measure it and print the lines."""
+    loaded = load_model(settings, open_snapshot(settings, args.clients))
     scheduler = Scheduler(loaded, args.clients, draft=args.draft)
-    texts, plan = Texts(loaded.folder, loaded.config.vocab_size), loaded.plan
-    num_experts = plan.num_sparse_layers * plan.num_experts
-    fits = plan.num_expert_slots >= num_experts
-    print(
-        f"\n{name}: {plan.num_expert_slots} of {num_experts} experts in memory | {loaded.kernels}",
-        loaded.drive,
-        flush=True,
-    )
+    prompts = PromptSource(loaded.folder, loaded.config.vocab_size)
+    num_experts = loaded.plan.num_sparse_layers * loaded.plan.num_experts
+    all_fit = loaded.plan.num_expert_slots >= num_experts
+    print(f"\n{name}: {loaded.plan.num_expert_slots} of {num_experts} experts fit in memory | {loaded.kernels}",
+          loaded.drive, flush=True)  # fmt: skip
     try:
-        if fits:  # until all of them are there
-            measure_rate(scheduler, texts, args.clients, 1, 4 * args.tokens)
-        rates = {}
-        for num_clients in (1, args.clients, 1, args.clients):
-            rates.setdefault(num_clients, []).append(
-                measure_rate(scheduler, texts, num_clients, args.warm, args.tokens)
-            )
-        one, many = (middle(rates[count]) for count in (1, args.clients))
-        for count, rate in ((1, one), (args.clients, many)):
-            print(
-                f"  {count} client{'s' if count > 1 else ' '}: {rate.tokens_per_second:.2f} tok/s | "
-                f"{rate.bytes_per_forward / 1e6:.1f} MB read and {rate.experts_per_forward:.1f} experts a forward"
-            )
-        ratio = many.tokens_per_second / one.tokens_per_second
-        line = f"  together: {ratio:.2f} times one client"
-        if fits:
-            line += ", the aim is 2.5"
+        if all_fit:  # fill the expert cache
+            measure_rate(scheduler, prompts, args.clients, 1, 4 * args.tokens)
+        rates: dict[int, list[ServingRate]] = {1: [], args.clients: []}
+        for num_clients in (1, args.clients) * 2:
+            rates[num_clients].append(measure_rate(scheduler, prompts, num_clients, args.warm, args.tokens))
+        one, many = (mean_rate(rates[num_clients]) for num_clients in (1, args.clients))
+        for num_clients, rate in ((1, one), (args.clients, many)):
+            print(f"  {num_clients} client{'s' if num_clients > 1 else ' '}: {rate.tokens_per_second:.2f} tok/s | "
+                  f"{rate.bytes_per_forward / 1e6:.1f} MB read and {rate.experts_per_forward:.1f} experts a "
+                  "forward")  # fmt: skip
+        speedup = many.tokens_per_second / one.tokens_per_second
+        if all_fit:
+            aim = "the aim is 2.5"
         else:
             bound = args.clients * one.bytes_per_forward / many.bytes_per_forward
-            line += f", {ratio / bound:.2f} of the {bound:.2f} that the bytes allow; the aim is 0.85"
-        print(line, flush=True)
-        first, decode, chunk = measure_first_token(scheduler, texts)
-        print(
-            f"  first token: {first:.3f} s, may take {2 * decode + chunk:.3f} = 2 x {decode:.3f} of decode + "
-            f"{chunk:.3f} with {scheduler.chunked_prefill.shared_rows} rows of the long prompt"
-        )
+            aim = f"{speedup / bound:.2f} of the bound {bound:.2f} by bytes read; the aim is 0.85"
+        print(f"  together: {speedup:.2f} times one client, {aim}", flush=True)
+        first_token, decode_step, chunk_step = measure_first_token(scheduler, prompts)
+        print(f"  first token: {first_token:.3f} s, limit {2 * decode_step + chunk_step:.3f} = 2 x {decode_step:.3f} "
+              f"of decode + {chunk_step:.3f} with {scheduler.chunked_prefill.shared_rows} tokens of the long "
+              "prompt")  # fmt: skip
     finally:
         scheduler.close()
         loaded.close()
 
 
-def middle(rates):
-    """The mean of each number."""
-    return Rate(*(statistics.mean(getattr(rate, name) for rate in rates) for name in Rate.__dataclass_fields__))
-
-
-def read_settings(folder, cap=0, **variables):
+def snapshot_settings(folder: Path, variables: dict[str, str], cap: int = 0) -> Settings:
     environ = {"SNAP": str(folder), "CTX": str(CONTEXT), "USAGE": "0"} | variables
     return Settings.read([str(cap)], environ)
 
 
-def make_snapshot(folder, sizes):
-    script = [sys.executable, str(ROOT / "dev" / "make_synthetic.py"), sizes.split()[0], str(folder)]
-    more = [*sizes.split()[1:], *"--routing trace --prompt 64 --tokens 512 --report-tokens 0".split()]
-    if subprocess.run([*script, *more], stdout=sys.stderr).returncode:
-        raise Refused("the synthetic snapshot could not be made; SNAP names one that is there")
-
-
-def make_parser():
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clients", type=int, default=8, help="default 8")
-    parser.add_argument("--tokens", type=int, default=32, help="of each client that count, default 32")
-    parser.add_argument("--warm", type=int, default=8, help="tokens before, default 8")
+    parser.add_argument("--tokens", type=int, default=32, help="measured tokens of each client, default 32")
+    parser.add_argument("--warm", type=int, default=8, help="tokens of each client before the window, default 8")
     parser.add_argument("--draft", default="0", help="draft tokens a forward, auto or a number, default 0")
-    parser.add_argument("--small", action="store_true", help="a small snapshot, to see that this program works")
+    parser.add_argument("--small", action="store_true", help="a small snapshot, a smoke test of this program")
     return parser
 
 
-def main(arguments=None):
-    args = make_parser().parse_args(arguments)
-    try:
-        settings = Settings.read([])
-        if settings.snap != str(EMBEDDED_SNAPSHOT):
-            run("own", settings, args)
-            return 0
-        with tempfile.TemporaryDirectory() as work:
-            if args.small:
-                folder = Path(work, "small")
-                make_snapshot(folder, SIZES["small"])
-                run("a quarter in memory", read_settings(folder, 16, READ_MODE="direct"), args)
-                run("all in memory", read_settings(folder), args)
-                return 0
-            for name, variables in (("disk", {"RAM_GB": "6", "READ_MODE": "direct"}), ("memory", {"RAM_GB": "9"})):
-                with tempfile.TemporaryDirectory(dir=work) as inner:
-                    folder = Path(inner, "glm")
-                    make_snapshot(folder, SIZES[name])
-                    run(name, read_settings(folder, **variables), args)
-                    gc.collect()  # the memory of one is needed by the next
+def run_all(args: argparse.Namespace) -> int:
+    settings = Settings.read([])
+    if settings.snap != str(EMBEDDED_SNAPSHOT):
+        run("own", settings, args)
         return 0
-    except Refused as error:
-        print(f"serving: {error}", file=sys.stderr)
-    except KeyboardInterrupt:
-        print("serving: interrupted", file=sys.stderr)
-        return 130
-    return 2
+    regimes = {"disk": {"RAM_GB": "6", "READ_MODE": "direct"}, "memory": {"RAM_GB": "9"}}
+    for name in ("small",) if args.small else regimes:
+        with tempfile.TemporaryDirectory() as work:
+            folder = Path(work, name)
+            make_snapshot(folder, SNAPSHOTS[name])
+            if args.small:
+                run("a quarter in memory", snapshot_settings(folder, {"READ_MODE": "direct"}, 16), args)
+                run("all in memory", snapshot_settings(folder, {}), args)
+            else:
+                run(name, snapshot_settings(folder, regimes[name]), args)
+                gc.collect()  # the next one needs the memory
+    return 0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    return exit_code("serving", lambda: run_all(make_parser().parse_args(arguments)), "interrupted")
 
 
 if __name__ == "__main__":
