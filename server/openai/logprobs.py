@@ -22,10 +22,10 @@ class LogprobFormatter:
     def __init__(self, tokenizer: TextTokenizer):
         self.tokenizer = tokenizer
 
-    def chat_entry(self, entry: TokenLogprob) -> JsonObject:
-        """Return an entry of a chat's logprobs.content."""
-        top = [self.token_entry(token, logprob) for token, logprob in entry.top or ()]
-        return self.token_entry(entry.token, entry.logprob) | {"top_logprobs": top}
+    def chat_logprobs(self, entries: list[TokenLogprob]) -> list[JsonObject]:
+        """Return the logprobs.content of a chat."""
+        tops = [[self.token_entry(*candidate) for candidate in entry.top or ()] for entry in entries]
+        return [self.token_entry(e.token, e.logprob) | {"top_logprobs": t} for e, t in zip(entries, tops, strict=True)]
 
     def token_entry(self, token: int, logprob: float | None) -> JsonObject:
         data = self.tokenizer.token_bytes(token)

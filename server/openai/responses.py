@@ -58,9 +58,6 @@ class ChatResponseBuilder(ResponseBuilder):
     def chunk_choice(self, number: int, delta: JsonObject) -> JsonObject:
         return {"index": number, "delta": delta, "logprobs": None, "finish_reason": None}
 
-    def logprobs_content(self, logprobs: list[TokenLogprob]) -> list[JsonObject]:
-        return [self.formatter.chat_entry(entry) for entry in logprobs]
-
     def add_update(self, number: int, update: ChoiceDelta | Prefilled) -> list[JsonObject]:
         assert isinstance(update, ChoiceDelta)
         self.logprobs[number] += update.logprobs
@@ -69,7 +66,7 @@ class ChatResponseBuilder(ResponseBuilder):
             deltas.append({})
         choices = [self.chunk_choice(number, delta) for delta in deltas]
         if update.logprobs:
-            choices[0]["logprobs"] = {"content": self.logprobs_content(update.logprobs)}
+            choices[0]["logprobs"] = {"content": self.formatter.chat_logprobs(update.logprobs)}
         choices[-1]["finish_reason"] = update.finish_reason
         return [self.chunk(choice) for choice in choices]
 
@@ -95,7 +92,7 @@ class ChatResponseBuilder(ResponseBuilder):
             message["reasoning_content"] = texts["reasoning"]
         if calls:
             message["tool_calls"] = calls
-        content_logprobs = self.logprobs_content(self.logprobs[number])
+        content_logprobs = self.formatter.chat_logprobs(self.logprobs[number])
         return {
             "index": number,
             "message": message,

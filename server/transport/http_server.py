@@ -34,9 +34,8 @@ def open_socket(host: str, port: int, has_key: bool) -> tuple[socket.socket, str
         sock.bind(address)
     except OSError as error:
         sock.close()
-        raise Refused(
-            f"HOST={host}, PORT={port}: cannot listen there ({error.strerror}); choose another PORT"
-        ) from None
+        message = f"HOST={host}, PORT={port}: cannot listen there ({error.strerror}); choose another PORT"
+        raise Refused(message) from None
     name, port = sock.getsockname()[:2]
     return sock, f"http://{f'[{name}]' if ':' in name else name}:{port}"
 
@@ -66,7 +65,6 @@ class TimeoutProtocol(H11Protocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        cancel_timer(self.unread_timer)
         self.unread_timer = self.loop.call_later(UNREAD_SECONDS, self.transport.abort)
 
     def resume_writing(self) -> None:
