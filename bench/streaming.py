@@ -45,14 +45,12 @@ numbers steadier.
 import argparse
 import csv
 import json
-import math
 import os
 import random
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -64,6 +62,8 @@ from bench.streaming_table import COLUMNS, REFERENCE, Row, format_cell, print_ta
 from errors import Refused
 from experts.disk import ExpertDisk
 from experts.route_trace import read_trace
+from machine.exit import exit_code
+from scripts.options import number_from, whole_from
 from settings import EMBEDDED_SNAPSHOT, VARIABLES, Settings
 from snapshot.config_file import read_config
 from snapshot.index import read_index
@@ -98,13 +98,8 @@ def drop_pages(folder: Path) -> None:
 
 def run_colibri(group: Path | None, script: str, variables: dict[str, Any]) -> dict[str, Any]:
     """Run REPLAY in a process -> its REPORT. Refused when it fails."""
-    others = [name for name in VARIABLES if name not in KEPT]
-    command = [
-        "env",
-        *(f"--unset={name}" for name in others),
-        *(f"{name}={value}" for name, value in variables.items()),
-    ]
-    command += [sys.executable, str(ROOT / script)]
+    command = ["env", *(f"--unset={name}" for name in VARIABLES if name not in KEPT)]
+    command += [*(f"{name}={value}" for name, value in variables.items()), sys.executable, str(ROOT / script)]
     if group:
         command = [*MOVE, str(group), *command]
     process = subprocess.run(command, capture_output=True, text=True, errors="replace")
@@ -203,7 +198,7 @@ def make_snapshot(folder: Path, routing: str) -> None:
         raise Refused("the synthetic snapshot could not be made; set SNAP to an existing one")
 
 
-def run(args: argparse.Namespace, group: Path | None, limit: str, writer: csv.DictWriter) -> list[Row]:
+def run_benches(args: argparse.Namespace, group: Path | None, limit: str, writer: csv.DictWriter) -> list[Row]:
     """All runs -> their rows."""
     snap = Settings.read([]).snap
     rows: list[Row] = []
@@ -223,26 +218,11 @@ def run(args: argparse.Namespace, group: Path | None, limit: str, writer: csv.Di
     return rows
 
 
-def positive(kind: type) -> Callable[[str], float]:
-    """A parser of an option as an int or float above 0."""
-
-    def parse(text: str) -> float:
-        try:
-            number = kind(text)
-        except ValueError:
-            number = 0
-        if not 0 < number < math.inf:
-            raise argparse.ArgumentTypeError(f"{text!r}: expected {'a whole' if kind is int else 'a'} number above 0")
-        return number
-
-    return parse
-
-
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ram", type=positive(float), default=6, metavar="GB", help="RAM_GB, default 6")
-    parser.add_argument("--tokens", type=positive(int), help="decoded in a run, default 8 to 16, by the drive")
-    parser.add_argument("--rounds", type=positive(int), default=2, help="of all arms, default 2")
+    parser.add_argument("--ram", type=number_from(0.01), default=6, metavar="GB", help="RAM_GB, default 6")
+    parser.add_argument("--tokens", type=whole_from(1), help="decoded in a run, default 8 to 16, by the drive")
+    parser.add_argument("--rounds", type=whole_from(1), default=2, help="of all arms, default 2")
     parser.add_argument(
         "--csv", type=Path, default=ROOT / "bench" / "streaming.csv", help="default bench/streaming.csv"
     )
@@ -251,30 +231,24 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    args = make_parser().parse_args(arguments)
+    return exit_code("streaming", lambda: run(make_parser().parse_args(arguments)), "interrupted")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run everything, print the tables -> exit code."""
     started = time.perf_counter()
-    try:
-        with memory_cgroup(int(args.ram * 2**30)) if not args.no_cgroup else nullcontext() as group:
-            limit = f"a cgroup of {args.ram:g} GiB" if group else "none, READ_MODE=direct"
-            print(
-                f"RAM_GB={args.ram:g} | memory limit: {limit} | pages of the snapshot dropped before each run",
-                flush=True,
-            )
-            with open(args.csv, "w", buffering=1, newline="", encoding="utf-8") as file:
-                writer = csv.DictWriter(file, COLUMNS)
-                writer.writeheader()
-                rows = run(args, group, limit, writer)
-        print_tables(rows)
-        print(f"\n{len(rows)} runs in {(time.perf_counter() - started) / 60:.1f} minutes; each is a row of {args.csv}")
-        return 0
-    except Refused as error:
-        print(f"streaming: {error}", file=sys.stderr)
-    except OSError as error:
-        print(f"streaming: {error.filename}: {error.strerror}", file=sys.stderr)
-    except KeyboardInterrupt:
-        print("streaming: interrupted", file=sys.stderr)
-        return 130
-    return 2
+    with memory_cgroup(int(args.ram * 2**30)) if not args.no_cgroup else nullcontext() as group:
+        limit = f"a cgroup of {args.ram:g} GiB" if group else "none, READ_MODE=direct"
+        print(
+            f"RAM_GB={args.ram:g} | memory limit: {limit} | pages of the snapshot dropped before each run", flush=True
+        )
+        with open(args.csv, "w", buffering=1, newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, COLUMNS)
+            writer.writeheader()
+            rows = run_benches(args, group, limit, writer)
+    print_tables(rows)
+    print(f"\n{len(rows)} runs in {(time.perf_counter() - started) / 60:.1f} minutes; each is a row of {args.csv}")
+    return 0
 
 
 if __name__ == "__main__":

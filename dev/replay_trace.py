@@ -36,9 +36,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench.reference_tier import LruPolicy
-from errors import Refused, printable
+from errors import Refused
 from experts.policy import EvictionPolicy, ExpertKey
 from experts.route_trace import Event, read_trace
+from machine.exit import exit_code
 
 HALVED_EVERY = 500  # tokens
 PHASES = "decode", "prefill"
@@ -318,20 +319,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--csv", type=Path, metavar="FILE")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="a PNG; needs matplotlib")
     args = parser.parse_args(arguments)
-    try:
-        run(args)
-        return 0
-    except Refused as error:
-        print(f"replay_trace: {error}", file=sys.stderr)
-    except OSError as error:
-        print(f"replay_trace: {printable(str(error.filename))}: {error.strerror}", file=sys.stderr)
-    except KeyboardInterrupt:
-        print("\nreplay_trace: interrupted", file=sys.stderr)
-        return 130
-    return 2
+    return exit_code("replay_trace", lambda: run(args), "interrupted")
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: argparse.Namespace) -> int:
+    """-> exit code."""
     budgets = parse_budgets(args.budgets)
     pyplot = import_pyplot() if args.plot else None  # a long replay should not end with a missing package
     trace = load_trace(args.trace, args.cold)
@@ -344,6 +336,7 @@ def run(args: argparse.Namespace) -> None:
         write_csv(args.csv, results)
     if args.plot:
         plot(pyplot, args.plot, results)
+    return 0
 
 
 if __name__ == "__main__":

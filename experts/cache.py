@@ -75,9 +75,8 @@ class ExpertCache:
         self.guard = guard
         self.pools = [ExpertSlotPool(of_size) for of_size in slots]
         self.policies = [EvictionPolicy(pool.layers, config.num_experts, floor) for pool in self.pools]
-        of_pool = list(zip(self.pools, self.policies, strict=True))
-        self.pool_of = {layer: pool for pool, _ in of_pool for layer in pool.layers}
-        self.policy_of = {layer: policy for pool, policy in of_pool for layer in pool.layers}
+        self.pool_of = {layer: pool for pool in self.pools for layer in pool.layers}
+        self.policy_of = {layer: policy for policy in self.policies for layer in policy.layers}
         self.staging = torch.empty(disk.max_expert_bytes, dtype=torch.uint8) if disk.quantizes(bits) else None
         self.staging_lock = threading.Lock()
         self.cached: dict[ExpertKey, tuple[ExpertSlot, Matrices]] = {}
@@ -86,7 +85,7 @@ class ExpertCache:
         self.abandoned: dict[ExpertKey, ExpertRead] = {}  # in flight, no longer wanted
         self.open_request: ExpertRequest | None = None
         self.prefetcher = PrefetchController(prefetch, len(self.pool_of))
-        self.queue = ReadQueue(self.read_into_slot, max(MIN_DEPTH, disk.queue_depth))
+        self.queue = ReadQueue(self.read_into_slot, max(MIN_DEPTH, disk.drives.queue_depth))
         self.is_closed = False
         self.populate_thread = threading.Thread(target=self.populate, daemon=True, name="expert slots")
         self.populate_thread.start()
@@ -225,14 +224,15 @@ class ExpertCache:
     def claim_prefetches(self, layer: int, uses: dict[int, int]) -> list[ExpertRead]:
         """A layer requests experts: admit prefetches that are done -> those of its experts that are in flight. Wasted
         ones are dropped, those in flight when they end."""
+        requested = {(layer, expert) for expert in uses}
         for read in self.prefetches.values():
-            self.record_prefetch(read, read.key[0] == layer and read.key[1] in uses)
+            self.record_prefetch(read, read.key in requested)
         reads = [*self.prefetches.values(), *self.abandoned.values()]
         wanted = []
         self.prefetches, self.abandoned = {}, {}
         self.predicted.clear()
         for read in reads:
-            if read.key[0] != layer or read.key[1] not in uses:
+            if read.key not in requested:
                 self.abandon(read)
             elif read.is_done:
                 self.admit(read)
@@ -267,8 +267,9 @@ class ExpertCache:
         else:
             self.counters.wasted_prefetch_bytes += num_bytes
         # Several reads share the drive, so a read's own time says little: its share of a read at the usual pace does.
-        pace = self.queue.busy_seconds / max(1, self.queue.num_done)
-        took = seconds if read.is_done else max(seconds, self.queue.mean_read_seconds)
+        num_done = max(1, self.queue.num_done)
+        pace = self.queue.busy_seconds / num_done
+        took = seconds if read.is_done else max(seconds, self.queue.total_read_seconds / num_done)
         self.prefetcher.record_prefetch(is_useful, pace * (slack if is_useful else seconds - slack) / took)
 
     # --- bytes --------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ so one layout serves buffered reads, which take the bytes of the range, and O_DI
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -54,10 +55,8 @@ class MatrixLayout:
 
     def view(self, buffer: Tensor, exact: bool = False) -> Weight:
         """The matrix as stored, over the uint8 buffer that its expert was read into."""
-        offsets = self.data_offset, self.scales_offset
-        return view_weight(
-            buffer, self.format, self.rows, self.columns, *offsets, self.scale_dtype, exact, self.selection
-        )
+        shape, offsets = (self.rows, self.columns), (self.data_offset, self.scales_offset)
+        return view_weight(buffer, self.format, *shape, *offsets, self.scale_dtype, exact, self.selection)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,12 +94,11 @@ class ExpertDisk:
         self.drives = DriveSet([Drive(index.folder, reader)])
         self.layers: tuple[int, ...] = tuple(config.sparse_layers if layers is None else layers)
         self.fused = {layer: find_fused_experts(config, family, index, layer) for layer in self.layers}
-        self.layouts: dict[ExpertKey, ExpertLayout] = {}
+        keys = product(self.layers, range(config.num_experts))
+        self.layouts: dict[ExpertKey, ExpertLayout] = {key: layout_expert(self.stored_weights(*key)) for key in keys}
         self.expert_bytes = dict.fromkeys(self.layers, 0)  # layer -> bytes that hold any of its experts as stored
-        for layer in self.layers:
-            for expert in range(config.num_experts):
-                layout = self.layouts[layer, expert] = layout_expert(self.stored_weights(layer, expert))
-                self.expert_bytes[layer] = max(self.expert_bytes[layer], layout.num_bytes)
+        for (layer, _), layout in self.layouts.items():
+            self.expert_bytes[layer] = max(self.expert_bytes[layer], layout.num_bytes)
 
     def stored_weights(self, layer: int, expert: int) -> list[StoredWeight]:
         """StoredWeights gate, up, down of one expert."""
@@ -129,11 +127,6 @@ class ExpertDisk:
         """Bytes of all experts in the files."""
         return sum(layout.stored_bytes for layout in self.layouts.values())
 
-    @property
-    def queue_depth(self) -> int:
-        """Reads to keep in flight."""
-        return self.drives.queue_depth
-
     def add_mirror(self, folder: Path) -> None:
         """Stripe reads over a second copy of the snapshot too. Refused where the folder is no copy."""
         paths = {byte_range.path for layout in self.layouts.values() for byte_range in layout.ranges}
@@ -155,7 +148,7 @@ def layout_expert(matrices: list[StoredWeight]) -> ExpertLayout:
     end = 0
     for entry in sorted(entries, key=lambda entry: (str(entry.path), entry.offset)):
         last = ranges[-1] if ranges else None
-        is_adjacent = last and last.path == entry.path and last.offset + last.num_bytes == entry.offset
+        is_adjacent = last and (last.path, last.offset + last.num_bytes) == (entry.path, entry.offset)
         if last and is_adjacent and end % entry.item_bytes == 0:
             ranges[-1] = replace(last, num_bytes=last.num_bytes + entry.num_bytes)
         else:
@@ -168,14 +161,10 @@ def layout_expert(matrices: list[StoredWeight]) -> ExpertLayout:
 
     def matrix_layout(stored: StoredWeight) -> MatrixLayout:
         data, scales = stored.data, stored.scales
-        return MatrixLayout(
-            stored.format,
-            stored.rows,
-            stored.columns,
-            offsets[data.path, data.offset],
-            offsets[scales.path, scales.offset] if scales else None,
-            SCALE_DTYPES[scales.dtype] if scales else torch.float32,
-            stored.selection,
-        )
+        data_offset = offsets[data.path, data.offset]
+        scales_offset = offsets[scales.path, scales.offset] if scales else None
+        dtype = SCALE_DTYPES[scales.dtype] if scales else torch.float32
+        shape = stored.rows, stored.columns
+        return MatrixLayout(stored.format, *shape, data_offset, scales_offset, dtype, stored.selection)
 
     return ExpertLayout(tuple(ranges), tuple(map(matrix_layout, matrices)), align_to_page(end))

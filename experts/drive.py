@@ -42,10 +42,6 @@ class DriveSpeed:
     gigabytes_per_second: float = 1.0
     rates: tuple[ReadRate, ...] = ()
 
-    def best(self, mode: str) -> float | None:
-        """The best speed measured in a mode."""
-        return max((rate.gigabytes_per_second for rate in self.rates if rate.mode == mode), default=None)
-
 
 def choose_speed(rates: Sequence[ReadRate]) -> DriveSpeed:
     """Choose O_DIRECT unless buffered reads are faster, for it needs no copy and no page cache; then the smallest queue

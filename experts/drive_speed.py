@@ -63,9 +63,10 @@ def describe(speed: DriveSpeed) -> str:
     """direct reads, 4 at a time: 2.31 GB/s (buffered 1.90)"""
     text = f"{speed.mode} reads, {speed.depth} at a time"
     if speed.rates:
-        others = [(mode, speed.best(mode)) for mode in MODES if mode != speed.mode]
         text += f": {speed.gigabytes_per_second:.2f} GB/s"
-        text += "".join(f" ({mode} {best:.2f})" for mode, best in others if best)
+        others = [rate for rate in speed.rates if rate.mode != speed.mode]
+        if others:
+            text += f" ({others[0].mode} {max(rate.gigabytes_per_second for rate in others):.2f})"
     return text
 
 
@@ -143,12 +144,8 @@ def measurement_key(drive: Drive, layouts: Sequence[ExpertLayout]) -> str:
     file = os.path.realpath(drive.path_of(layouts[0].ranges[0].path))  # a snapshot may be links to files elsewhere
     device = os.stat(file).st_dev
     size = max(layout.num_bytes for layout in layouts)
-    words = [
-        f"{os.major(device)}:{os.minor(device)}",
-        *mount_of(file),
-        f"experts up to {1 << (size - 1).bit_length()} bytes",
-    ]
-    return " ".join(words)
+    experts = f"experts up to {1 << (size - 1).bit_length()} bytes"
+    return " ".join([f"{os.major(device)}:{os.minor(device)}", *mount_of(file), experts])
 
 
 def mount_of(file: str) -> tuple[str, ...]:

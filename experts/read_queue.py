@@ -114,10 +114,6 @@ class ReadQueue:
             return time.perf_counter() - read.started_at, self.slack.seconds - read.slack_at_start
 
     @property
-    def mean_read_seconds(self) -> float:
-        return self.total_read_seconds / max(1, self.num_done)
-
-    @property
     def busy_seconds(self) -> float:
         """Seconds during which at least one read was in flight."""
         with self.changed:

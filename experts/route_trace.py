@@ -39,14 +39,8 @@ class RouteTrace:
         self, path: str | Path, model_type: str, layers: Iterable[int], num_experts: int, top_k: int, slot_bytes: int
     ) -> None:
         """Create the file, or append to one of the same model. Refused when it cannot be written or is another's."""
-        header = dict(
-            route_trace=VERSION,
-            model_type=model_type,
-            layers=list(layers),
-            num_experts=num_experts,
-            top_k=top_k,
-            slot_bytes=slot_bytes,
-        )
+        header: dict[str, Any] = dict(route_trace=VERSION, model_type=model_type, layers=list(layers))
+        header |= dict(num_experts=num_experts, top_k=top_k, slot_bytes=slot_bytes)
         self.path = path
         try:
             self.file = open(path, "a+b", buffering=0)  # noqa: SIM115, open as long as the run

@@ -43,7 +43,6 @@ MAX_TOKENS = 1 << 53  # so that the number stays printable
 C_ENGINE_FILE = ".coli_usage"
 C_ENGINE_LINE = re.compile(rb"^(\d{1,9}) (\d{1,9}) (\d{1,19})\r?\n", re.MULTILINE)
 
-
 Counts = dict[ExpertKey, float]  # {(layer, expert): decayed uses}
 
 

@@ -142,7 +142,7 @@ def test_a_drive_is_measured_once_in_thirty_days(disk, measured, tmp_path):
     words = "[drive] direct reads, 4 at a time: 2.00 GB/s (buffered 1.90); "
     assert line(0) == words + "measured now"
     assert line(1) == line(30) == words + "remembered from 2026-11-30"
-    assert len(measured) == 1 and disk.queue_depth == 4
+    assert len(measured) == 1 and disk.drives.queue_depth == 4
     assert line(31) == line(0) == words + "measured now"  # too old; from the future
     assert os.listdir(tmp_path / "cache") == ["drives.json"]
 
