@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from experts.disk import ExpertDisk
-from experts.drive import Drive, DriveSpeed
+from experts.drive import Drive, ReadRate
 from experts.drive_speed import read_buffers, time_reads
 from kernels import dispatch
 from machine.arena import Arena
@@ -162,7 +162,7 @@ def measure_drives(disk: ExpertDisk) -> float:
 
     def rate(drive: Drive, mode: str, depth: int, count: int) -> float:
         sample = random.choices(layouts, k=max(1, count // depth) * depth)
-        seconds = time_reads(Drive(drive.root, drive.reader, DriveSpeed(mode, depth)), sample, buffers)
+        seconds = time_reads(Drive(drive.root, drive.reader, ReadRate(mode, depth)), sample, buffers)
         return sum(layout.stored_bytes for layout in sample) / seconds
 
     speed = 0.0

@@ -62,7 +62,7 @@ class AgedLfu(EvictionPolicy):
         self.uses = {layer: [0.0] * num_experts for layer in layers}
         self.seen = dict.fromkeys(layers, 0)
         for layer, usage in self.layers.items():
-            usage.score = self.uses[layer].__getitem__  # type: ignore  # instead of decayed counts
+            usage.score = self.uses[layer].__getitem__  # type: ignore[method-assign, assignment]  # instead of decayed counts
         self.wait_factors = [1.0] * len(self.layers)
 
     def record_uses(self, layer: int, uses: dict[int, int], chunk_rows: int) -> None:

@@ -26,24 +26,14 @@ class DriveWarning(UserWarning):
 
 @dataclass(frozen=True, slots=True)
 class ReadRate:
-    """Measured speed of one way to read a drive."""
-
-    mode: str
-    depth: int  # reads in flight
-    gigabytes_per_second: float
-
-
-@dataclass(frozen=True, slots=True)
-class DriveSpeed:
-    """How a drive is read, and how fast that is; without `rates`, the measurements, the speed is a placeholder."""
+    """One way to read a drive, and how fast that is; until it is measured the speed is a placeholder."""
 
     mode: str = "buffered"
-    depth: int = 4
+    depth: int = 4  # reads in flight
     gigabytes_per_second: float = 1.0
-    rates: tuple[ReadRate, ...] = ()
 
 
-def choose_speed(rates: Sequence[ReadRate]) -> DriveSpeed:
+def choose_rate(rates: Sequence[ReadRate]) -> ReadRate:
     """Choose O_DIRECT unless buffered reads are faster, for it needs no copy and no page cache; then the smallest queue
     depth that is about as fast as any."""
 
@@ -52,17 +42,17 @@ def choose_speed(rates: Sequence[ReadRate]) -> DriveSpeed:
         return [rate for rate in rates if rate.gigabytes_per_second >= TOLERANCE * best]
 
     mode = min(near_best(rates), key=lambda rate: MODES.index(rate.mode)).mode
-    rate = min(near_best([rate for rate in rates if rate.mode == mode]), key=lambda rate: rate.depth)
-    return DriveSpeed(mode, rate.depth, rate.gigabytes_per_second, tuple(rates))
+    return min(near_best([rate for rate in rates if rate.mode == mode]), key=lambda rate: rate.depth)
 
 
 class Drive:
     """One copy of a snapshot's files, in the folder `root`, and how they are read. Thread-safe."""
 
-    def __init__(self, root: Path, reader: FileReader, speed: DriveSpeed | None = None) -> None:
+    def __init__(self, root: Path, reader: FileReader, speed: ReadRate | None = None) -> None:
         self.root = root
         self.reader = reader
-        self.speed = speed or DriveSpeed()
+        self.speed = speed or ReadRate()  # how it is read
+        self.rates: tuple[ReadRate, ...] = ()  # all that were measured
         self.path_of = cache(lambda path: root / path.name)
         self.is_failed = False
         self.outstanding_bytes = 0  # of reads that have not ended

@@ -12,12 +12,12 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import astuple, replace
+from dataclasses import astuple
 from datetime import date
 from pathlib import Path
 
 from experts.disk import ExpertDisk, ExpertLayout
-from experts.drive import MODES, Drive, DriveSpeed, ReadRate, choose_speed
+from experts.drive import MODES, Drive, ReadRate, choose_rate
 from machine.arena import Arena
 from machine.files import save_text
 
@@ -30,7 +30,8 @@ DEPTHS = (1, 2, 4, 8)  # queue depths that are measured
 PROBE_SECONDS = 1.8  # with what surrounds the reads, below 2
 ROUNDS = 2
 
-Measurements = dict[str, tuple[date, tuple[ReadRate, ...]]]  # what a measurement holds for -> (day, rates)
+Rates = tuple[ReadRate, ...]
+Measurements = dict[str, tuple[date, Rates]]  # what a measurement holds for -> (day, rates)
 
 
 def set_up_drives(disk: ExpertDisk, read_mode: str, cache: Path, free_bytes: int = 0, today: date | None = None) -> str:
@@ -46,33 +47,31 @@ def set_up_drives(disk: ExpertDisk, read_mode: str, cache: Path, free_bytes: int
     mode = "buffered" if fits_page_cache else read_mode
     for name, drive in zip(("drive", "mirror"), disk.drives.all, strict=False):
         if disk.stored_bytes < SMALL_BYTES:
-            drive.speed = DriveSpeed("buffered" if mode == "auto" else mode)
+            drive.speed = ReadRate("buffered" if mode == "auto" else mode)
             source = "not measured: the experts are small"
         else:
-            rates, source = find_rates(drive, list(disk.layouts.values()), cache / FILE, today)
+            drive.rates, source = find_rates(drive, list(disk.layouts.values()), cache / FILE, today)
             # Where the file system refuses O_DIRECT there are only buffered rates.
-            speed = choose_speed([rate for rate in rates if rate.mode == mode] or rates)
-            drive.speed = replace(speed, rates=rates)
+            drive.speed = choose_rate([rate for rate in drive.rates if rate.mode == mode] or drive.rates)
             source += ", all experts fit into the page cache" if fits_page_cache else ""
         source += "" if read_mode == "auto" else f", READ_MODE={read_mode}"
-        lines.append(f"[{name}] {describe(drive.speed)}; {source}")
+        lines.append(f"[{name}] {describe(drive)}; {source}")
     return "\n".join(lines)
 
 
-def describe(speed: DriveSpeed) -> str:
+def describe(drive: Drive) -> str:
     """direct reads, 4 at a time: 2.31 GB/s (buffered 1.90)"""
+    speed = drive.speed
     text = f"{speed.mode} reads, {speed.depth} at a time"
-    if speed.rates:
+    if drive.rates:
         text += f": {speed.gigabytes_per_second:.2f} GB/s"
-        others = [rate for rate in speed.rates if rate.mode != speed.mode]
+        others = [rate for rate in drive.rates if rate.mode != speed.mode]
         if others:
             text += f" ({others[0].mode} {max(rate.gigabytes_per_second for rate in others):.2f})"
     return text
 
 
-def find_rates(
-    drive: Drive, layouts: Sequence[ExpertLayout], path: Path, today: date
-) -> tuple[tuple[ReadRate, ...], str]:
+def find_rates(drive: Drive, layouts: Sequence[ExpertLayout], path: Path, today: date) -> tuple[Rates, str]:
     """The rates of a drive, from the file `path` or measured and saved there -> (rates, their source)."""
     measurements = load_measurements(path)
     key = measurement_key(drive, layouts)
@@ -85,7 +84,7 @@ def find_rates(
     return rates, "measured now"
 
 
-def measure(drive: Drive, layouts: Sequence[ExpertLayout], seconds: float = PROBE_SECONDS) -> tuple[ReadRate, ...]:
+def measure(drive: Drive, layouts: Sequence[ExpertLayout], seconds: float = PROBE_SECONDS) -> Rates:
     """Read random experts in each mode at each queue depth, in about `seconds` altogether.
 
     What a slow drive cannot do in that time is left out, deep queues first; so is O_DIRECT where the file system
@@ -96,7 +95,7 @@ def measure(drive: Drive, layouts: Sequence[ExpertLayout], seconds: float = PROB
     end = time.perf_counter() + seconds
 
     def time_mode(mode: str, depth: int, sample: list[ExpertLayout]) -> float:
-        return time_reads(Drive(drive.root, drive.reader, DriveSpeed(mode, depth)), sample, buffers)
+        return time_reads(Drive(drive.root, drive.reader, ReadRate(mode, depth)), sample, buffers)
 
     first = next(samples)
     pace = {mode: time_mode(mode, 1, [first]) for mode in MODES}  # seconds an expert took last
@@ -170,7 +169,7 @@ def load_measurements(path: Path) -> Measurements:
     measurements = {}
     for key, entry in entries.items() if isinstance(entries, dict) else ():
         with suppress(TypeError, ValueError, KeyError):
-            rates = tuple(ReadRate(*fields) for fields in entry["arms"])
+            rates = tuple(ReadRate(mode, depth, speed) for mode, depth, speed in entry["arms"])
             if rates and all(map(is_plausible, rates)):
                 measurements[key] = date.fromisoformat(entry["date"]), rates
     return measurements

@@ -101,7 +101,7 @@ class RunReport:
     def drive_speed(self) -> float | None:
         """Bytes a second of plain reads from all drives, as measured at their first use; None: not measured."""
         drives = self.loaded.disk.drives.all
-        if not all(drive.speed.rates for drive in drives):
+        if not all(drive.rates for drive in drives):
             return None
         return sum(drive.speed.gigabytes_per_second for drive in drives) * 1e9
 

@@ -16,7 +16,7 @@ import pytest
 from errors import Refused
 from experts import drive_speed
 from experts.disk import ByteRange, ExpertDisk, ExpertLayout
-from experts.drive import Drive, DriveSet, DriveSpeed, DriveWarning, ReadRate, choose_speed
+from experts.drive import Drive, DriveSet, DriveWarning, ReadRate, choose_rate
 from experts.drive_speed import DEPTHS, find_rates, measure, set_up_drives
 from machine.arena import Arena
 from snapshot import reader as reader_module
@@ -80,7 +80,7 @@ def mirror(tmp_path):
 def test_the_choice(direct, buffered, chosen):
     rates = [ReadRate("direct", *pair) for pair in zip(DEPTHS, direct, strict=False)]
     rates += [ReadRate("buffered", *pair) for pair in zip(DEPTHS, buffered, strict=False)]
-    speed = choose_speed(rates)
+    speed = choose_rate(rates)
     assert (speed.mode, speed.depth) == chosen
     assert ReadRate(*chosen, speed.gigabytes_per_second) in rates
 
@@ -237,7 +237,7 @@ class Recorded:
     """A drive that records its reads, and raises `error` if set."""
 
     def __init__(self, speed, depth=1):
-        self.root, self.speed = f"drive {speed}", DriveSpeed("direct", depth, speed)
+        self.root, self.speed = f"drive {speed}", ReadRate("direct", depth, speed)
         self.reads, self.outstanding_bytes, self.is_failed, self.error = [], 0, False, None
 
     def read_expert(self, layout, buffer, what):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from errors import Refused
 from experts.disk import ExpertDisk, layout_expert
-from experts.drive import Drive, DriveSpeed
+from experts.drive import Drive, ReadRate
 from machine.arena import Arena
 from snapshot import reader as reader_module
 from snapshot.config_file import read_config
@@ -85,7 +85,7 @@ def test_direct_and_buffered_reads_of_every_fixture(folder, direct_works):
     for (layer, expert), expert_layout in disk.layouts.items():
         buffers = [pages(expert_layout.num_bytes), pages(expert_layout.num_bytes)]
         for mode, buffer in zip(("buffered", "direct"), buffers, strict=True):
-            drive.speed = DriveSpeed(mode)
+            drive.speed = ReadRate(mode)
             disk.read_expert(layer, expert, buffer)
             for run in expert_layout.ranges:
                 assert buffer[run.buffer_offset :][: run.num_bytes] == data[run.offset :][: run.num_bytes]
@@ -121,7 +121,7 @@ def test_any_layout(file, layout):
     try:
         for mode in ("buffered", "direct"):
             buffer = pages(expert_layout.num_bytes)
-            Drive(file.parent, reader, DriveSpeed(mode)).read_expert(expert_layout, buffer, "")
+            Drive(file.parent, reader, ReadRate(mode)).read_expert(expert_layout, buffer, "")
             for (data, scales), matrix in zip(layout, expert_layout.matrices, strict=True):
                 assert matrix.scales_offset % matrix.scale_dtype.itemsize == 0
                 assert buffer[matrix.data_offset :][: data[1]] == DATA[data[0] :][: data[1]]
@@ -147,7 +147,7 @@ def test_misaligned_scales_are_aligned_in_memory(file):
     expert_layout = layout_expert([make_matrix(file, (0, 101, "U8"), (101, 40, "F32"))])
     assert [(run.buffer_offset, run.is_congruent) for run in expert_layout.ranges] == [(0, True), (PAGE, False)]
     reader, buffer = FileReader(), pages(expert_layout.num_bytes)
-    Drive(file.parent, reader, DriveSpeed("direct")).read_expert(expert_layout, buffer, "")
+    Drive(file.parent, reader, ReadRate("direct")).read_expert(expert_layout, buffer, "")
     reader.close()
     assert buffer[:101] == DATA[:101] and buffer[PAGE : PAGE + 40] == DATA[101:141]
 
@@ -155,7 +155,7 @@ def test_misaligned_scales_are_aligned_in_memory(file):
 def test_a_buffer_that_begins_inside_a_page_is_read_buffered(file):
     expert_layout = layout_expert([make_matrix(file, (100, 200, "U8"), (300, 40, "F16"))])
     reader, buffer = FileReader(), pages(expert_layout.num_bytes + 64)[64:]
-    Drive(file.parent, reader, DriveSpeed("direct")).read_expert(expert_layout, buffer, "")
+    Drive(file.parent, reader, ReadRate("direct")).read_expert(expert_layout, buffer, "")
     assert buffer[100:340] == DATA[100:340] and all(flags == 0 for _, flags in reader.descriptors)
     reader.close()
 
