@@ -1,38 +1,44 @@
-"""For bench/infer_bench.py: what it prints and plots."""
+"""For bench/infer_bench.py: the printed table and the plot."""
 
+from pathlib import Path
+from typing import Any
+
+from bench.peaks import Peaks
 from load.plan import gb
 
+Floors = dict[str, float | None]  # least seconds of a step by memory, arithmetic, disk
 
-def cell(value, factor=1.0, digits=2, unit=""):
+
+def cell(value: float | None, factor: float = 1.0, digits: int = 2, unit: str = "") -> str:
     return "-" if value is None else f"{value * factor:.{digits}f}{unit}"
 
 
-def print_card(card, peaks):
-    """What is known before anything is measured."""
-    c = card
-    parameters = ", ".join(f"{count / 1e6:,.2f} M {name}" for name, count in c["dtypes"].items())
-    print(f"model       {c['source']}: {c['model_config']['model_type']}, {c['params'] / 1e6:,.2f} M parameters: "
+def print_model(model: dict[str, Any], peaks: Peaks) -> None:
+    """Print what is known before the sweep: model, machine, weights and the cost model of a step."""
+    m = model
+    parameters = ", ".join(f"{count / 1e6:,.2f} M {name}" for name, count in m["dtypes"].items())
+    print(f"model       {m['source']}: {m['model_config']['model_type']}, {m['params'] / 1e6:,.2f} M parameters: "
           f"{parameters}")  # fmt: skip
-    print(f"device      {c['device']} | budget {gb(c['total_memory_bytes'])}")
+    print(f"device      {m['device']} | budget {gb(m['total_memory_bytes'])}")
     for what, value, unit, source in (
         ("arithmetic", peaks.flops, "GFLOP/s", peaks.flops_source),
         ("memory", peaks.bandwidth, "GB/s", peaks.bandwidth_source),
-        ("drive", c["peak_drive"], "GB/s", "measured: plain reads of experts, before the sweep"),
+        ("drive", m["peak_drive"], "GB/s", "measured: plain reads of experts, before the sweep"),
     ):
         print(f"{what:12}" + (f"{value / 1e9:.2f} {unit} ({source})" if value else "-"))
-    streamed = f"{c['slots']} of {c['num_experts']} experts fit in memory" if c["num_experts"] else "no routed experts"
-    print(f"weights     {gb(c['weight_bytes'])}, of them {gb(c['resident_bytes'])} dense | {streamed}")
-    print(f"a step      at {c['c_mid']} positions: dense {gb(c['resident_bytes_read'])}, experts of one row "
-          f"{gb(c['expert_bytes_per_row'])}, KV {c['kv_bytes_read_per_row'] / 1e6:.3f} MB and "
-          f"{c['decode_flops'] / 1e9:.4f} GFLOP a row")  # fmt: skip
-    print(f"KV          {c['kv_bytes_per_token']} bytes a token and row | {c['max_rows']} rows of {c['max_context']} "
+    streamed = f"{m['slots']} of {m['num_experts']} experts fit in memory" if m["num_experts"] else "no routed experts"
+    print(f"weights     {gb(m['weight_bytes'])}, of them {gb(m['resident_bytes'])} dense | {streamed}")
+    print(f"a step      at {m['c_mid']} positions: dense {gb(m['resident_bytes_read'])}; a sequence: experts "
+          f"{gb(m['expert_bytes_per_row'])}, KV cache {m['kv_bytes_read_per_row'] / 1e6:.3f} MB, "
+          f"{m['decode_flops'] / 1e9:.4f} GFLOP")  # fmt: skip
+    print(f"KV cache    {m['kv_bytes_per_token']} bytes a token | {m['max_rows']} sequences of {m['max_context']} "
           "positions fit beside the weights")  # fmt: skip
-    print(f"ceiling     {cell(c['ceiling_tok_per_sec'], digits=1)} tok/s of one row, all in memory")
-    print(f"prompt      {c['prompt_tokens']} tokens, {c['prompt_source']} | decode {c['decode_tokens']}, temperature "
-          f"{c['temperature']:g}, DRAFT={c['draft']}", flush=True)  # fmt: skip
+    print(f"ceiling     {cell(m['ceiling_tok_per_sec'], digits=1)} tok/s of one sequence, all weights in memory")
+    print(f"prompt      {m['prompt_tokens']} tokens, {m['prompt_source']} | decode {m['decode_tokens']}, temperature "
+          f"{m['temperature']:g}, DRAFT={m['draft']}", flush=True)  # fmt: skip
 
 
-# Title, key, factor, digits of the numbers of a row.
+# Title, key, factor and digits of the numbers of a line.
 COLUMNS = (
     ("TTFT ms", "ttft_sec", 1e3, 1),
     ("TPOT ms", "tpot_sec", 1e3, 2),
@@ -43,38 +49,41 @@ COLUMNS = (
     ("MFU %", "mfu_percent", 1, 1),
     ("hit %", "hit_rate", 100, 1),
     ("MB/tok", "disk_bytes_per_token", 1e-6, 1),
-    ("U", "drive_use", 1, 2),
+    ("drive", "drive_use", 1, 2),
     ("1/union", "union_ratio", 1, 2),
-    ("asked", "speedup_share", 1, 2),
-    ("read", "disk_speedup_share", 1, 2),
+    ("/union", "speedup_share", 1, 2),
+    ("/disk", "disk_speedup_share", 1, 2),
     ("floor", "floor_share", 1, 2),
     ("GB", "peak_memory_bytes", 1e-9, 2),
     ("steps", "decode_steps", 1, 0),
 )
 
 
-def print_sweep(rows, expected_steps):
-    print(f"{'rows':>4}{'':6}" + "".join(f"{title:>9}" for title, *_ in COLUMNS))
-    for row in rows:
-        cells = [cell(row[key], factor, digits) for _, key, factor, digits in COLUMNS]
-        early = "  early stop" if row["decode_steps"] < expected_steps else ""
-        print(f"{row['batch_size']:>4} {row['state']:5}" + "".join(f"{text:>9}" for text in cells) + early)
+def print_sweep(lines: list[dict[str, Any]], expected_steps: int) -> None:
+    print(f"{'seqs':>4}{'':6}" + "".join(f"{title:>9}" for title, *_ in COLUMNS))
+    for line in lines:
+        cells = [cell(line[key], factor, digits) for _, key, factor, digits in COLUMNS]
+        early = "  early stop" if line["decode_steps"] < expected_steps else ""
+        print(f"{line['batch_size']:>4} {line['state']:5}" + "".join(f"{text:>9}" for text in cells) + early)
 
 
-def plot(pyplot, path, sweep, floors_of):
-    """Tokens a second over rows, measured, and what the peaks allow for the same bytes and operations."""
+def plot(pyplot: Any, path: Path, sweep: list[dict[str, Any]], floors_of: dict[tuple[str, int], Floors]) -> None:
+    """Plot tokens a second over the batch size, as measured and as bounded by each peak.
+
+    floors_of: (state, batch size) -> the lower bounds of a step's seconds.
+    """
     figure, panel = pyplot.subplots(figsize=(9, 5), layout="constrained")
-    for number, state in enumerate(dict.fromkeys(row["state"] for row in sweep)):
-        rows = [row for row in sweep if row["state"] == state]
-        batches = [row["batch_size"] for row in rows]
-        colour = f"C{number}"
-        panel.plot(batches, [row["tok_per_sec"] for row in rows], "o-", color=colour, label=f"{state}, measured")
+    for number, state in enumerate(dict.fromkeys(line["state"] for line in sweep)):
+        lines = [line for line in sweep if line["state"] == state]
+        batches = [line["batch_size"] for line in lines]
+        color = f"C{number}"
+        panel.plot(batches, [line["tok_per_sec"] for line in lines], "o-", color=color, label=f"{state}, measured")
         for what, style in (("memory", "--"), ("arithmetic", ":"), ("disk", "-.")):
-            known = [(n, n / s) for n in batches if (s := floors_of[state, n][what])]
-            if known:
-                panel.plot(*zip(*known, strict=True), style, color=colour, label=f"{state}, {what} at its peak")
-    panel.set(xscale="log", yscale="log", xlabel="rows", ylabel="tokens a second")
-    ticks = sorted({row["batch_size"] for row in sweep})
+            bounds = [(n, n / s) for n in batches if (s := floors_of[state, n][what])]
+            if bounds:
+                panel.plot(*zip(*bounds, strict=True), style, color=color, label=f"{state}, bound by {what}")
+    panel.set(xscale="log", yscale="log", xlabel="sequences", ylabel="tokens a second")
+    ticks = sorted({line["batch_size"] for line in sweep})
     panel.set_xticks(ticks, [str(tick) for tick in ticks])
     panel.set_xticks([], minor=True)
     panel.grid(alpha=0.3, which="both")

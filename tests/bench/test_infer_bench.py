@@ -1,4 +1,4 @@
-"""bench/infer_bench.py, the cost model and the peaks: numbers counted by hand, and runs whose last line parses."""
+"""bench/infer_bench.py, the cost model and the peaks: numbers counted by hand, and runs whose last line is JSON."""
 
 import json
 import math
@@ -10,8 +10,8 @@ import torch
 
 from bench import cost, infer_bench, peaks
 from bench.infer_bench import main
-from bench.infer_numbers import Costs, floors, percentile, summarise
-from bench.infer_run import Asked, Timed
+from bench.infer_numbers import StepCosts, floors, percentile, summarize
+from bench.infer_run import RequestedBytes, TimedRun
 from bench.peaks import PEAKS, Peaks, find_peaks
 from kernels.formats import FLOATS
 from kernels.weight import Weight
@@ -24,7 +24,7 @@ from snapshot.config_file import read_config
 
 @pytest.fixture(scope="module")
 def toy():
-    """Two layers, the second sparse; the first chooses for both."""
+    """Two layers, the second sparse; the indexer of the first serves both."""
     config, _ = read_config(EMBEDDED_SNAPSHOT)
     return replace(
         config,
@@ -50,34 +50,34 @@ def toy():
     )
 
 
-# Of a layer: q_a 40, q_b 48, kv_a 40, kv_b 42, o 40. The indexer: k 20; to choose, q_b 24 and head weights 30.
-# The dense MLP 600; router 80, two experts and the shared one 450. The head 1,000.
-ATTENTION, INDEX_KEYS, CHOICE, MLP, MOE, HEAD = 210, 20, 54, 600, 530, 1000
-SEEN = 2 * 2 * (2 * 3 + 1)  # operations of a layer for each position that attention sees
+# Weights of a layer: q_a 40, q_b 48, kv_a 40, kv_b 42, o 40. Indexer: k 20; its selection, q_b 24, head weights 30.
+# The dense MLP 600; router 80, two experts and the shared one 450. The LM head 1,000.
+ATTENTION, INDEX_KEYS, SELECTION, MLP, MOE, HEAD = 210, 20, 54, 600, 530, 1000
+ATTENDED = 2 * 2 * (2 * 3 + 1)  # FLOPs of a layer for each position that a token attends to
 SCORED = 2 * 3 * (2 + 1)  # of an indexer for each position
 
 
-def test_weights_of_a_token(toy):
+def test_matrix_weights_of_a_token(toy):
     assert cost.matrix_weights(toy) == 2 * ATTENTION + INDEX_KEYS + MLP + MOE
     assert cost.matrix_weights(toy, has_indexer=False) == 2 * ATTENTION + MLP + MOE
-    assert cost.selection_weights(toy) == CHOICE
+    assert cost.selection_weights(toy) == SELECTION
 
 
-def test_operations_of_a_token(toy):
+def test_decode_flops(toy):
     weights = 2 * (2 * ATTENTION + INDEX_KEYS + MLP + MOE + HEAD)
-    assert cost.decode_flops(toy, 4) == weights + 2 * 4 * SEEN
-    assert cost.decode_flops(toy, 9) == weights + 2 * 4 * SEEN + 2 * CHOICE + 9 * SCORED
-    assert cost.decode_flops(toy, 9, has_indexer=False) == weights - 2 * INDEX_KEYS + 2 * 9 * SEEN
+    assert cost.decode_flops(toy, 4) == weights + 2 * 4 * ATTENDED
+    assert cost.decode_flops(toy, 9) == weights + 2 * 4 * ATTENDED + 2 * SELECTION + 9 * SCORED
+    assert cost.decode_flops(toy, 9, has_indexer=False) == weights - 2 * INDEX_KEYS + 2 * 9 * ATTENDED
 
 
 @pytest.mark.parametrize("has_indexer", [True, False])
 @pytest.mark.parametrize("length", [1, 4, 5, 50])
-def test_a_prompt_costs_what_its_tokens_do_but_for_logits(toy, length, has_indexer):
+def test_prefill_flops_are_those_of_its_tokens_without_logits(toy, length, has_indexer):
     tokens = sum(cost.decode_flops(toy, context, has_indexer) - 2 * HEAD for context in range(1, length + 1))
     assert cost.prefill_flops(toy, length, has_indexer) == tokens + 2 * HEAD
 
 
-def test_bytes_of_a_row(toy):
+def test_kv_cache_bytes(toy):
     assert cost.kv_bytes_per_token(toy) == 4 * (2 * 4 + 2)
     assert cost.kv_bytes_per_token(toy, has_indexer=False) == 4 * 2 * 4
     assert cost.kv_bytes_read(toy, 3) == 4 * 2 * 3 * 4
@@ -85,7 +85,7 @@ def test_bytes_of_a_row(toy):
     assert cost.kv_bytes_read(toy, 9, has_indexer=False) == 4 * 2 * 9 * 4
 
 
-def test_bytes_of_weights(toy):
+def test_weight_bytes(toy):
     weight = Weight(torch.zeros(3, 5, dtype=torch.bfloat16), 5, FLOATS["BF16"])
     assert cost.weight_bytes(weight) == 30 and cost.weight_bytes(torch.zeros(7)) == 28 and cost.weight_bytes(None) == 0
 
@@ -94,7 +94,7 @@ def test_a_step_reads_dense_weights_once(load):
     loaded = load(EMBEDDED_SNAPSHOT)
     weights, config = loaded.model.weights, loaded.config
     everything = loaded.dense.num_bytes(16) - weights.embed.num_bytes
-    # Weights begin on lines of 64 bytes, which the dense bytes count.
+    # The dense bytes include the alignment of each matrix to 64 bytes.
     assert 0 <= everything - cost.dense_bytes_read(weights, config, 1000) < 64 * len(loaded.dense.matrices)
     saved = cost.dense_bytes_read(weights, config, 1000) - cost.dense_bytes_read(weights, config, 256)
     assert saved == 3 * 2 * cost.selection_weights(config)  # bf16, three layers
@@ -111,17 +111,17 @@ def test_bytes_of_an_expert(load):
 # ---------------------------------------------------------------------------------------------------------------------
 # The numbers of a run
 
-COSTS = Costs(dense_bytes=1000, row_kv_bytes=50, row_flops=400, expert_bytes=600)
+COSTS = StepCosts(dense_bytes=1000, row_kv_bytes=50, row_flops=400, expert_bytes=600)
 MACHINE = Peaks(flops=1e4, bandwidth=1e5, flops_source="", bandwidth_source="")
-ONE = Timed(batch=1, state="warm", ttft=0.5, steps=(0.1, 0.1), forwards=2, rows=2, peak_bytes=7, union_bytes=1200,
-            row_bytes=1200, disk_bytes=600)  # fmt: skip
-FOUR = Timed(batch=4, state="warm", ttft=0.7, steps=(0.1, 0.4, 0.2, 0.1), forwards=4, rows=16, peak_bytes=9,
-             union_bytes=6000, row_bytes=9600, disk_bytes=3200, prefill_disk_bytes=11, hit_rate=0.25,
-             wait_seconds=0.2)  # fmt: skip
+ONE = TimedRun(batch=1, state="warm", ttft=0.5, steps=(0.1, 0.1), forwards=2, token_rows=2, peak_bytes=7,
+               union_bytes=1200, row_bytes=1200, disk_bytes=600)  # fmt: skip
+FOUR = TimedRun(batch=4, state="warm", ttft=0.7, steps=(0.1, 0.4, 0.2, 0.1), forwards=4, token_rows=16, peak_bytes=9,
+                union_bytes=6000, row_bytes=9600, disk_bytes=3200, prefill_disk_bytes=11, hit_rate=0.25,
+                wait_seconds=0.2)  # fmt: skip
 
 
-def test_a_row_of_the_sweep_as_counted_by_hand():
-    row = summarise(FOUR, COSTS, MACHINE, 1e4, ONE)
+def test_a_line_of_the_sweep_as_counted_by_hand():
+    line = summarize(FOUR, COSTS, MACHINE, 1e4, ONE)
     expected = {
         "batch_size": 4,
         "state": "warm",
@@ -150,27 +150,27 @@ def test_a_row_of_the_sweep_as_counted_by_hand():
         "floor_sec": 0.16,
         "floor_share": 0.8,
     }
-    assert row == {name: pytest.approx(value) if value else value for name, value in expected.items()}
+    assert line == {name: pytest.approx(value) if value else value for name, value in expected.items()}
     bounds = floors(FOUR, COSTS, MACHINE, 1e4)
     assert bounds == pytest.approx({"memory": 2700 / 1e5, "arithmetic": 1600 / 1e4, "disk": 800 / 1e4})
 
 
-def test_with_drafts_a_step_has_its_share_of_a_forward():
-    """Two forwards with 3 guesses a row gave four steps."""
-    drafted = replace(FOUR, forwards=2, rows=2 * 4 * 4)
-    row = summarise(drafted, COSTS, MACHINE, None)
-    assert row["steps_per_forward"] == 2
-    assert row["mbu_percent"] == pytest.approx(100 * (2 * 1000 + 6000 + 32 * 50) / 4 / 0.2 / 1e5)
-    assert row["mfu_percent"] == pytest.approx(100 * 8 * 400 / 0.2 / 1e4)
-    assert row["floor_sec"] == pytest.approx(max((2 * 1000 + 6000 + 32 * 50) / 4 / 1e5, 8 * 400 / 1e4))
+def test_with_draft_tokens_a_step_has_its_share_of_a_forward():
+    """Two forwards, each with 3 draft tokens a sequence, gave four steps."""
+    drafted = replace(FOUR, forwards=2, token_rows=2 * 4 * 4)
+    line = summarize(drafted, COSTS, MACHINE, None)
+    assert line["steps_per_forward"] == 2
+    assert line["mbu_percent"] == pytest.approx(100 * (2 * 1000 + 6000 + 32 * 50) / 4 / 0.2 / 1e5)
+    assert line["mfu_percent"] == pytest.approx(100 * 8 * 400 / 0.2 / 1e4)
+    assert line["floor_sec"] == pytest.approx(max((2 * 1000 + 6000 + 32 * 50) / 4 / 1e5, 8 * 400 / 1e4))
 
 
-def test_what_is_not_known_is_nothing():
-    row = summarise(replace(FOUR, union_bytes=0, row_bytes=0), COSTS, Peaks(None, None, "", ""), None)
+def test_unknown_numbers_are_none():
+    line = summarize(replace(FOUR, union_bytes=0, row_bytes=0), COSTS, Peaks(None, None, "", ""), None)
     unknown = ("mbu_percent", "mfu_percent", "drive_use", "union_ratio", "speedup", "speedup_share", "disk_ratio",
                "disk_speedup_share", "floor_sec", "floor_share")  # fmt: skip
-    assert all(row[name] is None for name in unknown)
-    assert summarise(FOUR, COSTS, MACHINE, None)["drive_use"] is None
+    assert all(line[name] is None for name in unknown)
+    assert summarize(FOUR, COSTS, MACHINE, None)["drive_use"] is None
 
 
 def test_percentiles():
@@ -179,13 +179,13 @@ def test_percentiles():
     assert percentile([5], 0.95) == 5
 
 
-def test_what_rows_ask_for_is_counted():
-    asked = Asked({1: 10, 2: 100})
-    asked.record(1, {0: 3, 5: 1}, 3)
-    asked.record(2, {7: 2}, 3)
-    assert (asked.union_bytes, asked.row_bytes) == (20 + 100, 40 + 200)
-    asked.reset()
-    assert (asked.union_bytes, asked.row_bytes) == (0, 0)
+def test_requested_bytes_once_an_expert_and_once_a_row():
+    requested = RequestedBytes({1: 10, 2: 100})
+    requested.record(1, {0: 3, 5: 1}, 3, torch.tensor([0, 1, 2, 2]))
+    requested.record(2, {7: 2}, 3, torch.tensor([0, 1]))
+    assert (requested.union_bytes, requested.row_bytes) == (20 + 100, 40 + 200)
+    requested.reset()
+    assert (requested.union_bytes, requested.row_bytes) == (0, 0)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -228,17 +228,17 @@ UNKNOWN = (
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_name_finds_its_own_entry(name):
+def test_find_peaks_by_device_name(name):
     assert find_peaks(name) == find_peaks(name.upper()) == PEAKS[NAMES[name]]
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
-def test_a_name_that_is_not_in_the_table_finds_none(name):
+def test_unknown_device_names_have_no_peaks(name):
     assert find_peaks(name) == (None, None)
 
 
-def test_no_entry_is_taken_for_another():
-    """Each by its own words finds itself, and of those that fit a name one alone has the most words."""
+def test_each_table_entry_matches_its_own_name_best():
+    """Each entry is found by its own words, and of those that fit a name only one has the most words."""
     for entry, numbers in PEAKS.items():
         assert find_peaks(f"Maker {entry} 1GB") == numbers
         others = [other for other in PEAKS if set(other.split()) <= set(entry.split()) and other != entry]
@@ -247,7 +247,7 @@ def test_no_entry_is_taken_for_another():
         assert 5e13 < flops < 5e15 and 2e11 < bandwidth < 1e13
 
 
-def test_what_is_given_goes_before_what_is_measured(monkeypatch):
+def test_given_peaks_override_table_and_measurement(monkeypatch):
     monkeypatch.setattr(peaks, "measure_flops", lambda threads: (3.0, "measured"))
     monkeypatch.setattr(peaks, "measure_bandwidth", lambda threads: (4.0, "measured"))
     find = peaks.find_machine_peaks
@@ -257,7 +257,7 @@ def test_what_is_given_goes_before_what_is_measured(monkeypatch):
     assert find(1, "NVIDIA H2000").flops is None
 
 
-def test_the_most_memory_is_counted_anew():
+def test_peak_memory_after_a_reset():
     peaks.reset_peak()
     before = peaks.peak_memory()
     big = torch.ones(25_000_000)
@@ -273,7 +273,7 @@ GIVEN = "--peak-flops", "1e11", "--peak-bandwidth", "1e10"
 
 @pytest.fixture
 def bench(capsys, monkeypatch, tmp_path):
-    """bench(*options, **variables) -> (exit code, lines of stdout, stderr); no peak of the machine is measured."""
+    """bench(*options, **variables) -> (exit code, lines of stdout, stderr); peaks are given, not measured."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("KERNELS", "reference")
     monkeypatch.setattr(infer_bench, "WARM_UP", 2)
@@ -288,7 +288,7 @@ def bench(capsys, monkeypatch, tmp_path):
     return run
 
 
-def test_the_last_line_holds_everything(bench):
+def test_the_last_line_is_json_with_all_numbers(bench):
     code, lines, _ = bench("--prompt", 24, "--decode", 4, "--batches", "3,1", "--temperature", 0)
     assert code == 0
     numbers = json.loads(lines[-1])
@@ -296,7 +296,7 @@ def test_the_last_line_holds_everything(bench):
     one, three = numbers["sweep"]
     assert one["decode_steps"] == three["decode_steps"] == 3
     assert one["expert_bytes_one_row"] == numbers["expert_bytes_per_row"] == 4 * 4 * 2 * 3 * 192 * 64
-    # Greedy rows are the same: three ask for what one asks for.
+    # Greedy sequences are the same: three request the experts of one.
     assert three["expert_bytes_union"] == one["expert_bytes_union"] and three["union_ratio"] == 1
     assert three["hit_rate"] == 1 and three["disk_bytes_per_token"] == 0 and three["drive_use"] is None
     assert numbers["source"] == "tiny" and numbers["step"] is None and numbers["gpu"] is None
@@ -313,8 +313,8 @@ def test_the_last_line_holds_everything(bench):
     assert [line.split()[:2] for line in lines if line[4:10] == " warm "] == [["1", "warm"], ["3", "warm"]]
 
 
-def test_drafts_are_measured_where_they_are_asked_for(bench):
-    """Greedy, the head of the embedded model is often right: fewer forwards than steps, and all is finite."""
+def test_draft_tokens_with_draft_set(bench):
+    """Greedy, many draft tokens of the embedded model's MTP layer are accepted: fewer forwards than steps."""
     code, lines, _ = bench("--prompt", 24, "--decode", 20, "--batches", "1,3", "--temperature", 0, DRAFT=3)
     numbers = json.loads(lines[-1])
     assert code == 0 and numbers["draft"] == "3" and any(line.startswith("[draft] accepted by") for line in lines)
@@ -323,14 +323,14 @@ def test_drafts_are_measured_where_they_are_asked_for(bench):
         assert 0 < row["tpot_sec"] <= row["tpot_p95_sec"] and row["expert_bytes_one_row"] > 0
 
 
-def test_a_prompt_that_does_not_fit_is_cut_and_said(bench):
+def test_a_prompt_that_does_not_fit_is_cut_with_a_note(bench):
     code, lines, _ = bench("--prompt", 5000, "--decode", 3, "--batches", 1, CTX=40)
     assert code == 0 and lines[0].startswith("note: the prompt has 37 tokens instead of 5000")
     assert json.loads(lines[-1])["prompt_tokens"] == 37
 
 
 def test_streamed_experts_cold_and_warm(bench, oracle_folder):
-    """Two slots a layer: experts are read from disk, and the rows share what they read. The snapshot has no text."""
+    """Two expert slots a layer: experts are read from disk, shared by the sequences. The snapshot has no tokenizer."""
     folder = oracle_folder("glm_moe_dsa")
     options = ("--prompt", 9, "--decode", 5, "--batches", "1,2", "--cold")
     code, lines, _ = bench(*options, 2, SNAP=folder)
@@ -346,8 +346,8 @@ def test_streamed_experts_cold_and_warm(bench, oracle_folder):
         assert row["tpot_p95_sec"] >= row["tpot_sec"] > 0 and row["prefill_disk_bytes"] > 0
 
 
-def test_a_cold_run_reads_what_a_warm_one_has(bench):
-    # What is read ahead may be what no run asks for.
+def test_a_cold_run_reads_experts_and_a_warm_one_does_not(bench):
+    # A wrong prefetch would count too.
     code, lines, _ = bench("--prompt", 16, "--decode", 3, "--batches", 1, "--cold", LOOKAHEAD=0)
     cold, warm = json.loads(lines[-1])["sweep"]
     assert code == 0 and cold["disk_bytes_per_token"] > 0 == warm["disk_bytes_per_token"]
@@ -355,7 +355,7 @@ def test_a_cold_run_reads_what_a_warm_one_has(bench):
     assert cold["hit_rate"] < warm["hit_rate"] == 1
 
 
-def test_the_machine_is_measured(bench, monkeypatch):
+def test_peaks_are_measured(bench, monkeypatch):
     monkeypatch.setattr(peaks, "MEASURE_SECONDS", 0.0)
     monkeypatch.setattr(peaks, "LARGE", 64)
     code, lines, _ = bench("--prompt", 4, "--decode", 2, "--batches", 1, given=())
@@ -365,7 +365,7 @@ def test_the_machine_is_measured(bench, monkeypatch):
     assert 0 < numbers["sweep"][0]["mbu_percent"] < math.inf
 
 
-def test_an_unknown_device_has_no_shares(bench):
+def test_an_unknown_device_gives_no_utilization(bench):
     code, lines, err = bench(
         "--prompt", 4, "--decode", 2, "--batches", 1, "--device-name", "NVIDIA RTX A4000", given=()
     )
@@ -397,16 +397,16 @@ def test_bad_input_is_one_line(bench, options, what):
     assert complaint.startswith("infer_bench: ") and what in complaint and "Traceback" not in err
 
 
-def test_rows_that_do_not_fit_are_refused(bench):
+def test_batches_that_do_not_fit_are_refused(bench):
     code, _, err = bench("--batches", "1,100000", "--prompt", 500, "--decode", 100, RAM_GB=1)
     assert code == 2 and err.splitlines()[-1].startswith(
-        "infer_bench: 100000 rows of 600 positions: the model does not fit"
+        "infer_bench: 100000 sequences of 600 positions: the model does not fit"
     )
     code, _, err = bench(SNAP="no/such/folder")
     assert code == 2 and "SNAP=no/such/folder" in err
 
 
-def test_a_plot_is_a_picture(bench, tmp_path):
+def test_plot_writes_a_png(bench, tmp_path):
     pytest.importorskip("matplotlib")
     path = tmp_path / "sweep.png"
     code, _, _ = bench("--prompt", 8, "--decode", 3, "--batches", "1,2", "--plot", path)

@@ -1,14 +1,14 @@
-"""dev/self_check.py: says that all is equal, and when it is not, where."""
+"""dev/self_check.py: prints that all ids are equal, or the first difference."""
 
 import generate.engine
 from dev import self_check
 
 
-def test_all_equal_on_the_embedded_model(capsys):
+def test_all_ids_are_equal_on_the_embedded_model(capsys):
     assert self_check.main(["--rows", "3", "--tokens", "10"]) == 0
     out = capsys.readouterr().out
-    assert "a full forward for every token: 10 tokens" in out and "Engine, 3 rows, DRAFT=0" in out
-    assert "Engine, 1 row, DRAFT=auto" in out and "Engine, 3 rows, DRAFT=auto" in out
+    assert "a full forward for every token: 10 tokens" in out and "Engine, 3 sequences, DRAFT=0" in out
+    assert "Engine, 1 sequence, DRAFT=auto" in out and "Engine, 3 sequences, DRAFT=auto" in out
     assert "spec_decode, DRAFT=auto" in out and out.endswith("all ids are equal\n")
 
 
@@ -22,7 +22,7 @@ def test_a_difference_is_exit_code_1_and_named(capsys, monkeypatch):
     monkeypatch.setattr(generate.engine.Engine, "generate", wrong)
     assert self_check.main(["--rows", "2", "--tokens", "8"]) == 1
     out = capsys.readouterr().out
-    assert "row 1 of 2 rows, DRAFT=auto: token 4 is " in out and out.endswith("2 differ\n")
+    assert "sequence 1 of 2 sequences, DRAFT=auto: token 4 is " in out and out.endswith("2 differ\n")
 
 
 def test_bad_usage_is_one_line(capsys):
