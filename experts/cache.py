@@ -7,14 +7,14 @@ experts are computed; prefetches for the next layer queue behind them.
 
 import threading
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from experts.disk import ExpertDisk
-from experts.policy import EvictionPolicy, ExpertKey
+from experts.policy import EvictionPolicy, ExpertKey, Keys
 from experts.prefetch import PrefetchController
 from experts.read_queue import ExpertRead, ReadQueue
 from experts.request import ExpertRequest
@@ -129,9 +129,7 @@ class ExpertCache:
 
     # --- slots --------------------------------------------------------------------------------------------------------
 
-    def allocate_expert_slot(
-        self, layer: int, protected: Collection[ExpertKey], below: float | None = None
-    ) -> ExpertSlot | None:
+    def allocate_expert_slot(self, layer: int, protected: Keys, below: float | None = None) -> ExpertSlot | None:
         """A free slot, or that of the victim which is evicted: not one of `protected`, and with a score lower than
         `below`. None without any."""
         pool = self.pool_of[layer]
@@ -207,7 +205,7 @@ class ExpertCache:
         while self.predicted and self.start_prefetch(*self.predicted[0], protected):
             self.predicted.popleft()
 
-    def start_prefetch(self, key: ExpertKey, rows: int, protected: Collection[ExpertKey]) -> bool:
+    def start_prefetch(self, key: ExpertKey, rows: int, protected: Keys) -> bool:
         """Prefetch an expert that `rows` token rows may use; False if there is no slot for it."""
         if key in self.cached or key in self.prefetches or key in self.abandoned:
             return True

@@ -17,6 +17,7 @@ from bisect import insort
 from collections.abc import Collection, Sequence
 
 ExpertKey = tuple[int, int]  # (layer, expert)
+Keys = Collection[ExpertKey]
 
 RECENT, STEADY = 4, 512  # half-lives, tokens
 RECENT_WEIGHT = 8.0
@@ -127,7 +128,7 @@ class EvictionPolicy:
         if usage.ranking is not None:
             usage.ranking = [rank for rank in usage.ranking if rank[2] != expert]
 
-    def victim(self, protected: Collection[ExpertKey], layer: int | None = None) -> ExpertKey | None:
+    def victim(self, protected: Keys, layer: int | None = None) -> ExpertKey | None:
         """The expert to evict next: the lowest score outside of `protected`, in layers with more than `floor` cached
         experts or the requesting `layer`. Ties: the one used longest ago, then the lowest key."""
         lowest: tuple[float, int] = (math.inf, 0)
