@@ -54,8 +54,8 @@ from bench.speculation_price import (
 from errors import Refused
 from forward.kv_cache import make_kv_cache
 from generate.decode import DecodeCounters, spec_decode
-from generate.draft import Proposers
 from generate.draft_length import DraftLength
+from generate.proposers import Proposers
 from generate.sampler import Sampler
 from load.model import load_model
 from settings import EMBEDDED_SNAPSHOT, Settings

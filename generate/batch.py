@@ -1,13 +1,12 @@
 """The generation loop: sequences decode together, with draft tokens, beside chunks of prompts that are prefilled.
 
 One step is: propose draft tokens, one forward pass over all token rows, verify. It returns what each sequence got, and
-the caller decides what follows. An expert that several rows ask for is read once. T token rows, D model
-width, V vocabulary.
+the caller decides what follows. An expert that several rows ask for is read once. T token rows, D model width, V
+vocabulary.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -16,10 +15,13 @@ from forward.finite import check_logits
 from forward.layers_forward import Progress, layers_forward
 from forward.lm_head import LOGIT_ROWS, lm_head
 from forward.model import Model
-from generate.accept import StepResult, accept
 from generate.draft import Drafter, NoDraft
 from generate.sampler import TokenLogprobs, token_logprobs
-from generate.sequence import Drafts, Prefill, PromptChunks, Sequence
+from generate.sequence import Drafts, Prefill, PromptChunks, Sequence, StepResult, accept
+
+Scheduled = tuple[
+    Sequence | Prefill, list[int], int
+]  # its next token ids, and logits after how many, counted from the last
 
 
 @dataclass(slots=True)
@@ -85,30 +87,28 @@ class Batch:
 
         None when should_stop ended it. Then, and after an exception, all KV caches are as before.
         """
-        items: list[Sequence | Prefill] = [*sequences, *(prompt for prompt, _ in prompt_chunks)]
-        lengths = [item.kv.length for item in items]
-        tokens = [sequence.ids[length:] for sequence, length in zip(sequences, lengths, strict=False)]  # pending
-        num_logits = [1] * len(sequences)  # from the last token row back
-        if drafts:
-            tokens = [ids + of_sequence for ids, of_sequence in zip(tokens, drafts, strict=True)]
-            num_logits = [1 + len(of_sequence) for of_sequence in drafts]
-        num_sequence_rows = sum(map(len, tokens))
-        for (prompt, count), length in zip(prompt_chunks, lengths[len(sequences) :], strict=True):
-            tokens.append(prompt.ids[length : length + count])
-            num_logits.append(int(length + count == len(prompt.ids)))
+        scheduled: list[Scheduled] = [
+            (sequence, sequence.ids[sequence.kv.length :] + draft, 1 + len(draft))
+            for sequence, draft in zip(sequences, drafts or [[] for _ in sequences], strict=True)
+        ]
+        for prompt, count in prompt_chunks:
+            end = prompt.kv.length + count
+            scheduled.append((prompt, prompt.ids[prompt.kv.length : end], int(end == len(prompt.ids))))
+        lengths = [item.kv.length for item, _, _ in scheduled]
         logits = None
         try:
-            logits = self.run_layers(items, tokens, lengths, num_logits, progress, should_stop)
+            logits = self.run_layers(scheduled, progress, should_stop)
         finally:
             if logits is None:
                 self.counters.failed_forwards += 1
                 self.drafter.abandon()
-                for item, length in zip(items, lengths, strict=True):
+                for (item, _, _), length in zip(scheduled, lengths, strict=True):
                     item.kv.trim(length)
         if logits is not None:
+            num_rows = [len(ids) for _, ids, _ in scheduled]
             self.counters.forwards += 1
-            self.counters.answer_rows += num_sequence_rows
-            self.counters.prompt_rows += sum(map(len, tokens)) - num_sequence_rows
+            self.counters.answer_rows += sum(num_rows[: len(sequences)])
+            self.counters.prompt_rows += sum(num_rows[len(sequences) :])
         return logits
 
     def verify(self, sequences: list[Sequence], drafts: Drafts | None, logits: list[Tensor]) -> list[StepResult]:
@@ -130,42 +130,32 @@ class Batch:
 
     @torch.inference_mode()
     def run_layers(
-        self,
-        items: list[Sequence | Prefill],
-        tokens: list[list[int]],
-        lengths: list[int],
-        num_logits: list[int],
-        progress: Progress | None,
-        should_stop: Callable[[], bool] | None,
+        self, scheduled: list[Scheduled], progress: Progress | None, should_stop: Callable[[], bool] | None
     ) -> list[Tensor] | None:
-        """The tokens of each item, from position `length` on -> for each item logits [num_logits, V] after its last
-        tokens. Log-probabilities of prompts are added to them. None when should_stop ended it."""
+        """-> logits of each item; None when should_stop ended it. Log-probabilities of prompts are added to them."""
+        batch = [(ids, item.kv) for item, ids, _ in scheduled]
         chunks = []
-        batch = [(ids, item.kv) for ids, item in zip(tokens, items, strict=True)]
         for chunk, hidden in layers_forward(self.model, batch, progress, should_stop, self.drafter.routes):
-            self.drafter.observe(chunk, hidden, items)
+            self.drafter.observe(chunk, hidden, [item for item, _, _ in scheduled])
             chunks.append(hidden)
-        num_rows = sum(map(len, tokens))
-        if sum(map(len, chunks)) < num_rows:
+        if sum(map(len, chunks)) < sum(len(ids) for ids, _ in batch):
             return None
         hidden = chunks[0] if len(chunks) == 1 else torch.cat(chunks)  # [T, D], the items one after the other
-        ends = list(accumulate(map(len, tokens)))
-        scores = [
-            (item.logprobs, self.score(item, hidden[end - len(ids) : end], length))
-            for item, ids, length, end in zip(items, tokens, lengths, ends, strict=True)
-            if isinstance(item, Prefill) and item.logprobs is not None
-        ]
-        if num_rows > sum(num_logits):
-            rows = [row for end, count in zip(ends, num_logits, strict=True) for row in range(end - count, end)]
+        rows: list[int] = []  # that need logits
+        positions: list[int] = []
+        scores, end = [], 0
+        for item, ids, count in scheduled:
+            end, length = end + len(ids), item.kv.length
+            rows += range(end - count, end)
+            positions += range(length - count, length)
+            if isinstance(item, Prefill) and item.logprobs is not None:
+                scores.append((item.logprobs, self.score(item, hidden[end - len(ids) : end], length - len(ids))))
+        if len(rows) < end:
             hidden = hidden[rows]
-        logits = hidden.new_empty(0, 0)
-        if len(hidden):
-            known = [length + len(ids) for length, ids in zip(lengths, tokens, strict=True)]
-            positions = [i for n, count in zip(known, num_logits, strict=True) for i in range(n - count, n)]
-            logits = check_logits(lm_head(self.model, hidden), positions)
+        logits = check_logits(lm_head(self.model, hidden), positions) if rows else hidden.new_empty(0, 0)
         for logprobs, more in scores:
             logprobs += more
-        return list(logits.split(num_logits)) if len(items) > 1 else [logits]
+        return list(logits.split([count for _, _, count in scheduled]))
 
     def score(self, prompt: Prefill, hidden: Tensor, first: int) -> list[TokenLogprobs]:
         """hidden [T, D] after the tokens from position `first` on -> log-probabilities of the prompt's tokens that
@@ -176,6 +166,6 @@ class Batch:
             some = targets[start : start + LOGIT_ROWS]
             positions = range(first + start, first + start + len(some))
             logits = check_logits(lm_head(self.model, hidden[start : start + len(some)]), positions)
-            scores = token_logprobs(logits, some, prompt.top_logprobs)
+            scores = token_logprobs(logits, some, prompt.top_logprobs or 0)
             out += [(token, *score) for token, score in zip(some, scores, strict=True)]
         return out

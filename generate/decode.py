@@ -7,7 +7,8 @@ from forward.kv_cache import KvCache
 from forward.layers_forward import Progress
 from forward.model import Model
 from generate.batch import Batch
-from generate.draft import Drafter, Proposers
+from generate.draft import Drafter
+from generate.proposers import Proposers
 from generate.sampler import Sampler
 from generate.sequence import Prefill, Sequence
 from generate.tools.tool_state import ToolState

@@ -2,43 +2,17 @@
 
 import time
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from experts.route_observer import ForwardRoutes
 from forward.chunk import Chunk
-from forward.kv_cache import KvCache
 from forward.lm_head import LOGIT_ROWS
 from forward.model import Model
 from generate.draft_length import Choice, DraftLength, Offer
-from generate.mtp_draft import MtpProposer, catch_up, draft_by_mtp
-from generate.ngram import NgramProposer
+from generate.proposers import MtpProposer, NgramProposer, Proposers, catch_up, draft_by_mtp
+from generate.sequence import Drafts, Prefill, PromptChunks, Sequence
 from kernels.dispatch import rms_norm
-
-if TYPE_CHECKING:  # sequences hold Proposers
-    from generate.sequence import Drafts, Prefill, PromptChunks, Sequence
-
-
-class Proposers:
-    """Where the draft tokens of one sequence may come from. They belong to its KV cache, for all texts in it."""
-
-    def __init__(self, model: Model, kv: KvCache):
-        self.ngrams = NgramProposer()
-        self.mtp = MtpProposer(model, kv) if model.weights.mtp else None
-
-    def clone(self, kv: KvCache) -> "Proposers":
-        """The same on a clone of the KV cache."""
-        other = Proposers.__new__(Proposers)
-        other.ngrams, other.mtp = self.ngrams.clone(), self.mtp and self.mtp.clone(kv)
-        return other
-
-    def resume(self, ids: list[int]) -> None:
-        """Continue with another text, of which the KV cache holds the first kv.length ids: n-grams are forgotten, what
-        the MTP layer knows of these ids is kept."""
-        self.ngrams = NgramProposer()
-        if self.mtp:
-            self.mtp.resume(ids)
 
 
 class NoDraft:
@@ -46,11 +20,11 @@ class NoDraft:
 
     routes: ForwardRoutes | None = None  # observer of the next forward, where it verifies draft tokens
 
-    def propose(self, sequences: "list[Sequence]", prompt_chunks: "PromptChunks" = ()) -> "Drafts":
+    def propose(self, sequences: list[Sequence], prompt_chunks: PromptChunks = ()) -> Drafts:
         """-> draft tokens for each sequence of the next forward, which has these chunks of prompts beside them."""
         return [[] for _ in sequences]
 
-    def observe(self, chunk: Chunk, hidden: Tensor, items: "Collection[Sequence | Prefill]") -> None:
+    def observe(self, chunk: Chunk, hidden: Tensor, items: Collection[Sequence | Prefill]) -> None:
         """A chunk of these sequences and prompts went through the layers; hidden [T, D] before the final norm."""
 
     def finish(self, accepted: list[int]) -> None:
@@ -71,7 +45,7 @@ class Drafter(NoDraft):
         self.drafting: dict[str | None, float] = {}  # proposer -> seconds of making its drafts
         self.before: tuple[float, float, int, int] = (0.0, 0.0, 0, 0)
 
-    def observe(self, chunk: Chunk, hidden: Tensor, items: "Collection[Sequence | Prefill]") -> None:
+    def observe(self, chunk: Chunk, hidden: Tensor, items: Collection[Sequence | Prefill]) -> None:
         if not self.model.weights.mtp:
             return
         hidden = rms_norm(hidden, self.model.weights.norm, self.model.config.rms_norm_eps)
@@ -81,7 +55,7 @@ class Drafter(NoDraft):
                 assert of_sequence.mtp
                 of_sequence.mtp.observe(chunk, segment, hidden[segment.rows], self.routes is not None)
 
-    def propose(self, sequences: "list[Sequence]", prompt_chunks: "PromptChunks" = ()) -> "Drafts":
+    def propose(self, sequences: list[Sequence], prompt_chunks: PromptChunks = ()) -> Drafts:
         for prompt, _ in prompt_chunks:
             mtp = prompt.proposers.mtp if prompt.proposers else None
             if mtp and mtp.hidden is not None and len(mtp.hidden) > MtpProposer.FEW:
@@ -114,7 +88,7 @@ class Drafter(NoDraft):
         self.routes = ForwardRoutes() if any(drafts) else None
         return drafts
 
-    def make_drafts(self, sequences: "list[Sequence]", choices: list[Choice], by_ngram: "Drafts") -> "Drafts":
+    def make_drafts(self, sequences: list[Sequence], choices: list[Choice], by_ngram: Drafts) -> Drafts:
         """-> draft tokens of each sequence; the time is kept in `drafting`."""
         started = self.clock()
         drafts = [draft[:depth] for draft, (_, depth) in zip(by_ngram, choices, strict=True)]
@@ -130,7 +104,7 @@ class Drafter(NoDraft):
         self.drafting["MTP"] = between - started
         return drafts
 
-    def run_mtp(self, wanted: list[tuple[Proposers, list[int], int]]) -> "Drafts":
+    def run_mtp(self, wanted: list[tuple[Proposers, list[int], int]]) -> Drafts:
         """wanted [(proposers, ids, depth), ...] -> draft tokens of the MTP layer for each."""
         return draft_by_mtp(
             self.model, [(proposers.mtp, ids, depth) for proposers, ids, depth in wanted if proposers.mtp]
@@ -179,12 +153,12 @@ class Drafter(NoDraft):
             self.routes = None
 
 
-def proposers_of(sequence: "Sequence") -> Proposers:
+def proposers_of(sequence: Sequence) -> Proposers:
     assert sequence.proposers, "a sequence that drafts has proposers"
     return sequence.proposers
 
 
-def align_choices(sequences: "list[Sequence]", choices: list[Choice], offers: list[Offer], room: int) -> list[Choice]:
+def align_choices(sequences: list[Sequence], choices: list[Choice], offers: list[Offer], room: int) -> list[Choice]:
     """Let sequences at the same place of the same text, such as greedy ones, make the same choice, where there is room:
     then they stay together, and ask for the same experts."""
     keys = [

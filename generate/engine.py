@@ -20,10 +20,11 @@ from forward.kv_cache import make_kv_cache
 from forward.layers_forward import Progress
 from forward.model import Model
 from forward.profile import Profile
-from generate.batch import Batch, BatchCounters
-from generate.draft import Drafter, NoDraft, Proposers
+from generate.batch import Batch, BatchCounters, Scheduled
+from generate.draft import Drafter, NoDraft
 from generate.draft_length import DraftLength
 from generate.head_kv_cache import HeadKvCache, HeadKvRow
+from generate.proposers import Proposers
 from generate.sampler import Sampler
 from generate.sequence import Prefill, Sequence
 from generate.tools.tool_state import Tokenizer, Tool, ToolState
@@ -104,7 +105,7 @@ class Engine:
                 is_lockstep=self.by_heads,
             )
             batch.start(sequence, first)
-        del prompt, first  # with the KV cache that was cloned
+        del prompt, first  # and the KV cache that was cloned
 
         # 3) yield a step when every sequence has a token for it, or has ended; decode until then
         for at in range(capacity - len(prompt_ids)):
@@ -181,24 +182,19 @@ class HeadBatch(Batch):
         self.max_prompt_rows = model.config.sequence_len
 
     def run_layers(
-        self,
-        items: list[Sequence | Prefill],
-        tokens: list[list[int]],
-        lengths: list[int],
-        num_logits: list[int],
-        progress: Progress | None,
-        should_stop: Callable[[], bool] | None,
+        self, scheduled: list[Scheduled], progress: Progress | None, should_stop: Callable[[], bool] | None
     ) -> list[Tensor]:
-        cache, rows = items[0].kv.cache, [item.kv.row for item in items]
+        rows = [item.kv for item, _, _ in scheduled]
+        cache, length = rows[0].cache, rows[0].length
         if len(rows) < cache.num_rows:  # the others have ended
-            cache.keep(rows)
-            for row, item in enumerate(items):
-                item.kv.row = row
-        count = len(tokens[0])
-        cache.check_room(count)
-        logits = self.model.forward(torch.tensor(tokens, dtype=torch.long, device=cache.keys.device), cache)
-        if cache.length != lengths[0] + count:
-            raise ValueError(f"the model advanced its cache by {cache.length - lengths[0]} for {count} tokens")
+            cache.keep([kv.row for kv in rows])
+            for row, kv in enumerate(rows):
+                kv.row = row
+        tokens = torch.tensor([ids for _, ids, _ in scheduled], device=cache.keys.device)  # [B, T]
+        cache.check_room(tokens.shape[1])
+        logits = self.model.forward(tokens, cache)  # [B, T, V]
+        if cache.length != length + tokens.shape[1]:
+            raise ValueError(f"the model advanced its cache by {cache.length - length} for {tokens.shape[1]} tokens")
         return list(logits[:, -1:].unbind())
 
 

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 from forward.kv_cache import make_kv_cache
 from forward.model import Model
-from generate.draft import Proposers
 from generate.kv_file import KvFileStore
-from generate.ngram import NgramProposer
+from generate.proposers import NgramProposer, Proposers
 from generate.request import ActiveRequest
 from text.prompt import shared_prefix_length
 

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from errors import Refused
 from forward.finite import NonFinite
-from generate.accept import StepResult
 from generate.batch import Batch
 from generate.chunked_prefill import ChunkedPrefill
 from generate.draft import Drafter
@@ -31,7 +30,7 @@ from generate.kv_file import KvFileStore
 from generate.kv_slots import KvSlot, KvSlotChoice, choose_kv_slots
 from generate.request import ActiveRequest, Event, NewToken, Prefilled, QueueFull, Request, Started, check_request
 from generate.sampler import Sampler
-from generate.sequence import Drafts, Prefill, PromptChunks, Sequence
+from generate.sequence import Drafts, Prefill, PromptChunks, Sequence, StepResult
 from load.model import LoadedModel
 from text.prompt import shared_prefix_length
 
@@ -63,7 +62,7 @@ class Scheduler:
         self.waiting: deque[ActiveRequest] = deque()
         self.changed = threading.Condition()
         self.is_closing = False
-        self.request_numbers, self.clock = itertools.count(1), itertools.count(1)
+        self.clock = itertools.count(1)
         self.finish_reasons: Counter[str] = Counter()  # of rows
         self.num_requests = 0
         self.prompt_tokens = 0
@@ -84,9 +83,9 @@ class Scheduler:
             rows = sum(len(active.unfinished) for active in self.waiting) + request.num_samples
             if len(self.waiting) >= self.max_queue and rows > self.num_free:
                 raise QueueFull(len(self.waiting), self.retry_after())
-            active = ActiveRequest(next(self.request_numbers), request, listener, self.wake)
-            self.waiting.append(active)
             self.num_requests += 1
+            active = ActiveRequest(self.num_requests, request, listener, self.wake)
+            self.waiting.append(active)
             self.changed.notify()
         return active
 
@@ -212,38 +211,30 @@ class Scheduler:
         except (Refused, NonFinite):
             self.batch.drafter.abandon()
             drafts = None
+        self.run_forward(sequences, drafts, chunks)
+
+    def run_forward(self, sequences: list[Sequence], drafts: Drafts | None, chunks: PromptChunks) -> None:
+        """One forward; if it fails, each runs by itself and without drafts, so that only those end which fail."""
+
+        def should_stop() -> bool:  # nobody waits any more for a prompt in it
+            return self.is_closing or any(prompt.owner.is_cancelled for prompt, _ in chunks)
+
         try:
-            logits = self.batch.forward(sequences, drafts, chunks, should_stop=self.stop_condition(chunks))
+            logits = self.batch.forward(sequences, drafts, chunks, should_stop=should_stop)
         except Exception as error:
-            self.retry_each(sequences, chunks, error)
+            if len(sequences) + len(chunks) > 1:
+                for sequence in list(sequences):
+                    self.run_forward([sequence], None, [])
+                for chunk in chunks:
+                    self.run_forward([], None, [chunk])
+                return
+            for sequence in list(sequences):
+                self.end(sequence, "error", error)
+            for prompt, _ in chunks:
+                self.end_prefill(prompt, "error", error)
         else:
             if logits is not None:
                 self.publish(sequences, drafts, chunks, logits)
-
-    def stop_condition(self, chunks: PromptChunks) -> Callable[[], bool]:
-        """-> should_stop of a forward: nobody waits any more for a prompt in it."""
-        return lambda: self.is_closing or any(prompt.owner.is_cancelled for prompt, _ in chunks)
-
-    def retry_each(self, sequences: list[Sequence], chunks: PromptChunks, error: Exception) -> None:
-        """After a forward over several failed: run each by itself and without drafts, so that only those end which
-        fail."""
-        alone: list[tuple[list[Sequence], PromptChunks]] = [([sequence], []) for sequence in sequences]
-        alone += [([], [chunk]) for chunk in chunks]
-        for one, chunk in alone:
-            if len(alone) > 1:
-                try:
-                    logits = self.batch.forward(one, None, chunk, should_stop=self.stop_condition(chunk))
-                except Exception as of_one:
-                    error = of_one
-                else:
-                    if logits is None:
-                        return
-                    self.publish(one, None, chunk, logits)
-                    continue
-            for sequence in one:
-                self.end(sequence, "error", error)
-            for prompt, _ in chunk:
-                self.end_prefill(prompt, "error", error)
 
     def publish(
         self, sequences: list[Sequence], drafts: Drafts | None, chunks: PromptChunks, logits: list[Tensor]

@@ -12,8 +12,9 @@ from errors import Refused
 from forward.finite import NonFinite
 from forward.kv_cache import make_kv_cache
 from generate.decode import DecodeCounters, spec_decode
-from generate.draft import Drafter, Proposers
+from generate.draft import Drafter
 from generate.draft_length import DraftLength
+from generate.proposers import Proposers
 from generate.sampler import Sampler
 from generate.tools.tool_state import Tool, ToolState
 from load.model import LoadedModel, OpenedSnapshot, load_model

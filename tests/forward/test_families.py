@@ -19,7 +19,7 @@ from generate.decode import DecodeCounters, spec_decode
 from generate.draft import Drafter
 from generate.draft_length import DraftLength
 from generate.engine import Engine
-from generate.mtp_draft import MtpProposer, draft_by_mtp
+from generate.proposers import MtpProposer, draft_by_mtp
 from generate.sampler import Sampler
 from generate.score import ScoreRequest, score_requests
 from tests.conftest import FAMILIES, FIXTURES, read_json, reference, write_fused

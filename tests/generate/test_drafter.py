@@ -8,10 +8,9 @@ import torch
 from forward.kv_cache import make_kv_cache
 from forward.step import step_all
 from generate.batch import Batch
-from generate.draft import Drafter, Proposers
+from generate.draft import Drafter
 from generate.draft_length import DraftLength
-from generate.mtp_draft import MtpProposer, draft_by_mtp
-from generate.ngram import NgramProposer
+from generate.proposers import MtpProposer, NgramProposer, Proposers, draft_by_mtp
 from generate.sampler import Sampler
 from generate.sequence import Prefill, Sequence
 from settings import EMBEDDED_SNAPSHOT

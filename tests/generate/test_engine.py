@@ -165,9 +165,9 @@ def test_rows_that_end_leave_the_forward_and_the_others_do_not_change(model, mon
     some = Engine(model, terminal_ids=ends)
     rows, plain = [], Batch.run_layers
 
-    def counted(batch, items, *more):
-        rows.append(len(items))
-        return plain(batch, items, *more)
+    def counted(batch, scheduled, *more):
+        rows.append(len(scheduled))
+        return plain(batch, scheduled, *more)
 
     monkeypatch.setattr(Batch, "run_layers", counted)
     sequences, masks = some.generate_batch(PROMPT, num_samples=6, max_tokens=16, temperature=2.0, seed=3)

@@ -11,9 +11,9 @@ from forward.layers_forward import layers_forward
 from forward.mtp import mtp, mtp_logits
 from forward.step import step
 from generate.decode import DecodeCounters, spec_decode
-from generate.draft import Drafter, NoDraft, Proposers
+from generate.draft import Drafter, NoDraft
 from generate.draft_length import DraftLength
-from generate.mtp_draft import MtpProposer, draft_by_mtp
+from generate.proposers import MtpProposer, Proposers, draft_by_mtp
 from generate.sampler import Sampler
 from kernels.dispatch import rms_norm
 from settings import EMBEDDED_SNAPSHOT

@@ -80,9 +80,9 @@ class Watched:
         watched, clone = self, self.engine.clone
 
         class Recording(Batch):
-            def run_layers(self, items, tokens, *more):
-                watched.forwards.append([len(ids) for ids in tokens])
-                return super().run_layers(items, tokens, *more)
+            def run_layers(self, scheduled, *more):
+                watched.forwards.append([len(ids) for _, ids, _ in scheduled])
+                return super().run_layers(scheduled, *more)
 
         def recorded(*arguments):
             for kv, proposers in clone(*arguments):

@@ -10,9 +10,10 @@ from experts.route_observer import ForwardRoutes
 from forward.kv_cache import make_kv_cache
 from forward.step import step_all
 from generate.batch import Batch
-from generate.draft import Drafter, Proposers
+from generate.draft import Drafter
 from generate.draft_length import DraftLength
 from generate.engine import Engine
+from generate.proposers import Proposers
 from generate.request import Finished, NewToken, Prefilled, Request, Started
 from generate.sampler import Sampler, token_logprobs
 from generate.score import ScoreRequest, score_requests

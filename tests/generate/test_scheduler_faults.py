@@ -114,8 +114,8 @@ def test_cancel_during_a_prefill_stops_within_a_layer(serve, monkeypatch):
         if recorder.of(Started) and layers.count((2, rows)) == 2 and rows > 20:
             recorder.of(Started)[0].active.cancel()
 
-    def run_layers(items, tokens, lengths, num_logits, progress, should_stop):
-        return plain(items, tokens, lengths, num_logits, cancel, should_stop)
+    def run_layers(scheduled, progress, should_stop):
+        return plain(scheduled, cancel, should_stop)
 
     monkeypatch.setattr(scheduler.batch, "run_layers", run_layers)
     other = submit(scheduler, Request(PROMPT, 20, 1.0))

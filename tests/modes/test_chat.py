@@ -19,8 +19,9 @@ from errors import Refused
 from forward.kv_cache import make_kv_cache
 from generate.batch import Batch
 from generate.decode import spec_decode
-from generate.draft import Drafter, Proposers
+from generate.draft import Drafter
 from generate.draft_length import DraftLength
+from generate.proposers import Proposers
 from generate.sampler import Sampler
 from generate.sequence import Prefill
 from machine.exit import Terminated

@@ -1,4 +1,4 @@
-"""Draft tokens by the model's own multi-token-prediction layer. T token rows, D model width."""
+"""Proposers of draft tokens: n-gram look-up, and the model's own multi-token-prediction layer. D model width."""
 
 import torch
 from torch import Tensor
@@ -7,6 +7,45 @@ from forward.chunk import Chunk, Segment
 from forward.kv_cache import KvCache
 from forward.model import Model
 from forward.mtp import mtp, mtp_logits
+
+
+class NgramProposer:
+    """Prompt lookup decoding: proposes what followed when the last tokens of the sequence occurred before. The longest
+    match of 2 to 8 tokens counts, of equal ones the latest."""
+
+    SHORTEST, LONGEST, LONG = 2, 8, 4
+    MAX_PLACES = 64  # earlier places of a pair that are compared
+
+    def __init__(self) -> None:
+        self.places: dict[tuple[int, ...], tuple[int, ...]] = {}  # SHORTEST tokens -> where they end
+        self.num_indexed = 1  # tokens
+
+    def clone(self) -> "NgramProposer":
+        other = NgramProposer()
+        other.places, other.num_indexed = self.places.copy(), self.num_indexed
+        return other
+
+    def index(self, ids: list[int]) -> None:
+        """Add the ids that are new."""
+        for end in range(max(self.num_indexed, self.SHORTEST), len(ids)):
+            pair = tuple(ids[end - self.SHORTEST : end])
+            self.places[pair] = (*self.places.get(pair, ()), end)[-self.MAX_PLACES :]
+        self.num_indexed = max(self.num_indexed, len(ids))
+
+    def propose(self, ids: list[int], max_tokens: int) -> tuple[str, list[int]]:
+        """-> (name of the proposer, draft tokens). A long match has a name of its own, for its drafts are accepted more
+        often."""
+        self.index(ids)
+        best, best_end = 0, None
+        for end in reversed(self.places.get(tuple(ids[-self.SHORTEST :]), ())):
+            length = self.SHORTEST
+            while length < min(self.LONGEST, end) and ids[end - length - 1] == ids[-length - 1]:
+                length += 1
+            if length > best:
+                best, best_end = length, end
+        if best_end is None:
+            return "n-gram", []
+        return "long n-gram" if best >= self.LONG else "n-gram", ids[best_end : best_end + max_tokens]
 
 
 class MtpProposer:
@@ -43,7 +82,7 @@ class MtpProposer:
         else:
             self.first, self.hidden, self.tokens = segment.first_position, hidden, tokens
         if self.first != self.kv.mtp_base + self.kv.mtp_length:
-            self.kv.mtp_base, self.kv.mtp_length = self.first, 0  # the slots before are not known: begin anew
+            self.kv.mtp_base, self.kv.mtp_length = self.first, 0  # the slots before are not known
         if len(hidden) > self.FEW and not is_verifying:
             self.advance()
 
@@ -91,7 +130,7 @@ def draft_by_mtp(model: Model, wanted: list[tuple[MtpProposer, list[int], int]])
         active = [active[at] for at in more]
         s = mtp(model, [(drafts[i][-1:], wanted[i][0].kv) for i in active], s[more])
     for (proposer, _, _), length in zip(wanted, lengths, strict=True):
-        proposer.kv.mtp_length = length  # slots of draft tokens are made anew once they are tokens
+        proposer.kv.mtp_length = length  # slots of draft tokens are computed again once they are tokens
     return drafts
 
 
@@ -105,3 +144,24 @@ def catch_up(model: Model, wanted: list[tuple[MtpProposer, list[int]]]) -> Tenso
         rows.append(hidden)
     s = mtp(model, batch, torch.cat(rows))
     return s[torch.tensor([len(tokens) for tokens, _ in batch]).cumsum(0) - 1]
+
+
+class Proposers:
+    """Where the draft tokens of one sequence may come from. They belong to its KV cache, for all texts in it."""
+
+    def __init__(self, model: Model, kv: KvCache):
+        self.ngrams = NgramProposer()
+        self.mtp = MtpProposer(model, kv) if model.weights.mtp else None
+
+    def clone(self, kv: KvCache) -> "Proposers":
+        """The same on a clone of the KV cache."""
+        other = Proposers.__new__(Proposers)
+        other.ngrams, other.mtp = self.ngrams.clone(), self.mtp and self.mtp.clone(kv)
+        return other
+
+    def resume(self, ids: list[int]) -> None:
+        """Continue with another text, of which the KV cache holds the first kv.length ids: n-grams are forgotten, what
+        the MTP layer knows of these ids is kept."""
+        self.ngrams = NgramProposer()
+        if self.mtp:
+            self.mtp.resume(ids)
