@@ -30,6 +30,44 @@ INLINE weight_t cached(const void *rows, int kind, int64_t width) {
     return (weight_t){.data = rows, .columns = width, .row_bytes = (kind == BF16 ? 2 : 4) * width, .kind = kind};
 }
 
+/* A row of a KV cache as floats, padded to 32 columns: in place, or converted into `row_floats`. */
+INLINE const float *cached_row(const weight_t *w, int64_t row, int64_t padded, float *row_floats) {
+    if (w->kind == F32 && padded == w->columns) return (const float *)(w->data + row * w->row_bytes);
+    dequantize(w, row, 0, padded, row_floats);
+    return row_floats;
+}
+
+/* acc[j][i] += query j . key i of 4 keys and `queries` (1 or 2) queries; columns from .. from + width of the queries, those
+ * from 0 of the keys. */
+INLINE void clear_products(int queries, vf acc[][4][2]) {
+    UNROLL
+    for (int j = 0; j < queries; j++)
+        UNROLL
+        for (int i = 0; i < 4; i++) acc[j][i][0] = acc[j][i][1] = vf_zero();
+}
+INLINE void add_products(int queries, const float *const *query, const float *const *key, int64_t from, int64_t width,
+                         vf acc[][4][2]) {
+    for (int64_t k = 0; k < width; k += 32)
+        UNROLL
+        for (int half = 0; half < 2; half++) {
+            vf q[2];
+            UNROLL
+            for (int j = 0; j < queries; j++) q[j] = vf_load(query[j] + from + k + 16 * half);
+            UNROLL
+            for (int i = 0; i < 4; i++) {
+                vf u = vf_load(key[i] + k + 16 * half);
+                UNROLL
+                for (int j = 0; j < queries; j++) acc[j][i][half] = vf_fma(u, q[j], acc[j][i][half]);
+            }
+        }
+}
+INLINE void sum_products(int queries, vf acc[][4][2], float sums[][4]) {
+    UNROLL
+    for (int j = 0; j < queries; j++)
+        UNROLL
+        for (int i = 0; i < 4; i++) sums[j][i] = vf_sum(vf_add(acc[j][i][0], acc[j][i][1]));
+}
+
 /* Softmax without its last division: p [visible scores, padded to 16] -> e^(p - largest), 0 beyond; returns 1 / their sum.
  * A sink is one more score. */
 static float softmax_scale(float *p, int64_t visible, const float *sink) {

@@ -155,9 +155,9 @@ typedef struct {
     int64_t count;
 } values_t;
 
-/* Run work items 0 .. items on the threads of the pool. */
-typedef void (*item_t)(void *context, int64_t item);
-void run_items(item_t work, void *context, int64_t items);
+/* Run work items 0 .. items on the threads of the pool. Items return 0, or 1 out of memory; returns 1 if one did. */
+typedef int (*item_t)(void *context, int64_t item);
+int run_items(item_t work, void *context, int64_t items);
 
 /* The kernels for one instruction set. They return 0, 1 out of memory, or what their definition says. */
 typedef struct {
@@ -180,18 +180,7 @@ typedef struct {
     int64_t (*read_memory)(const uint8_t *, int64_t); /* for benchmarks; the result means nothing */
 } kernels_t;
 
-int linear(const linear_t *);
-int experts(const experts_t *);
-int gated_mlp(const mlp_t *);
-int add_weighted(const add_weighted_t *);
-int mla(const mla_t *);
-int gqa(const gqa_t *);
-int index_scores(const index_t *);
-int top_k_positions(const top_k_t *);
-int rms_norm(const norm_t *);
-int layer_norm(const norm_t *);
-int rope(const rope_t *);
-int route(const route_t *);
-int group_by_expert(const group_t *);
-int logprobs(const logprobs_t *);
-int all_finite(const values_t *);
+int linear(const linear_t *), experts(const experts_t *), gated_mlp(const mlp_t *), add_weighted(const add_weighted_t *);
+int mla(const mla_t *), gqa(const gqa_t *), index_scores(const index_t *), top_k_positions(const top_k_t *);
+int rms_norm(const norm_t *), layer_norm(const norm_t *), rope(const rope_t *), route(const route_t *);
+int group_by_expert(const group_t *), logprobs(const logprobs_t *), all_finite(const values_t *);

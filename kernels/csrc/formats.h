@@ -33,46 +33,21 @@ INLINE int segment_bytes(int kind) { return (int)(block_bytes(kind) / 16); }
 /* NaN counts as the largest, so that it is selected and noticed. */
 INLINE float nan_as_infinity(float x) { return x == x ? x : INFINITY; }
 
-INLINE float scalar_f16(uint16_t h) {
-    uint32_t sign = (uint32_t)(h & 0x8000) << 16, rest = h & 0x7fff, bits;
-    float x, scale = 0x1p112f;
-    bits = rest >= 0x7c00 ? 0x7f800000 | rest << 13 : rest << 13;
-    memcpy(&x, &bits, 4);
-    if (rest < 0x7c00) x *= scale;
-    memcpy(&bits, &x, 4);
-    bits |= sign;
-    memcpy(&x, &bits, 4);
-    return x;
-}
-INLINE float scalar_e8m0(uint8_t e) {
-    uint32_t bits = e ? (uint32_t)e << 23 : 1u << 22; /* 2^-127 is subnormal */
-    float x;
-    memcpy(&x, &bits, 4);
-    return x;
-}
 INLINE float scale_at(const weight_t *w, int64_t i) {
     if (w->scale_kind == F32) return ((const float *)w->scales)[i];
-    if (w->scale_kind == E8M0) return scalar_e8m0(((const uint8_t *)w->scales)[i]);
+    if (w->scale_kind == E8M0) {
+        uint32_t exponent = ((const uint8_t *)w->scales)[i];
+        return bits_f32(exponent ? exponent << 23 : 1u << 22); /* 2^-127 is subnormal */
+    }
     uint16_t h = ((const uint16_t *)w->scales)[i];
-    if (w->scale_kind == F16) return scalar_f16(h);
-    uint32_t bits = (uint32_t)h << 16;
-    float x;
-    memcpy(&x, &bits, 4);
-    return x;
+    return w->scale_kind == F16 ? f16_f32(h) : bits_f32((uint32_t)h << 16);
 }
 INLINE int is_odd_group(const weight_t *w) { return w->group < w->columns && w->group % SEGMENT; }
 INLINE int64_t groups_of(const weight_t *w) { return (w->columns + w->group - 1) / w->group; }
 
 INLINE float fp8_f32(uint8_t b) {
-    uint32_t bits = (uint32_t)(b & 127) << 20, sign = (uint32_t)(b & 128) << 24;
-    float x;
-    memcpy(&x, &bits, 4);
-    x *= 0x1p120f;
-    if ((b & 127) == 127) x = NAN;
-    memcpy(&bits, &x, 4);
-    bits |= sign;
-    memcpy(&x, &bits, 4);
-    return x;
+    float x = (b & 127) == 127 ? NAN : bits_f32((uint32_t)(b & 127) << 20) * 0x1p120f;
+    return b & 128 ? -x : x;
 }
 
 /* E4M3: exponent and mantissa moved to their places in a float and multiplied by 2^(127 - 7); 127 is NaN. */

@@ -122,10 +122,9 @@ void dequantize(const weight_t *w, int64_t row, int64_t from, int64_t count, flo
         if (w->kind == F32) {
             out[c] = ((const float *)p)[c];
         } else if (w->kind == BF16) {
-            uint32_t bits = (uint32_t)((const uint16_t *)p)[c] << 16;
-            memcpy(out + c, &bits, 4);
+            out[c] = bits_f32((uint32_t)((const uint16_t *)p)[c] << 16);
         } else if (w->kind == F16) {
-            out[c] = scalar_f16(((const uint16_t *)p)[c]);
+            out[c] = f16_f32(((const uint16_t *)p)[c]);
         } else if (w->kind == FP8) {
             out[c] = fp8_f32(p[c]) * scale_at(w, row / 128 * w->row_scales + c / 128);
         } else if (w->kind == MXFP4) {

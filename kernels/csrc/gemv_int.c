@@ -9,49 +9,32 @@
 
 #include "matmul.h"
 
-/* The 1,024 codes of a block, unsigned, in the order of `gemv_codes`, with prefetch. */
-INLINE void unpack_block(int kind, const uint8_t *p, const uint8_t *ahead, vb *u) {
-    if (kind == INT8)
-        UNROLL
-        for (int i = 0; i < 16; i++) {
-            __builtin_prefetch(ahead + 64 * i);
-            u[i] = vb_xor(vb_load(p + 64 * i), 128);
-        }
-    if (kind == INT4)
-        UNROLL
-        for (int i = 0; i < 8; i++) {
-            __builtin_prefetch(ahead + 64 * i);
-            vb d = vb_load(p + 64 * i);
-            u[2 * i] = vb_and(d, 15), u[2 * i + 1] = vb_upper(d);
-        }
-    if (kind == INT3)
-        UNROLL
-        for (int i = 0; i < 16; i++) {
-            if (i % 2 == 0) __builtin_prefetch(ahead + 24 * i);
-            u[i] = unpack_int3(p + 24 * i);
-        }
-    if (kind == INT2)
-        UNROLL
-        for (int i = 0; i < 4; i++) {
-            __builtin_prefetch(ahead + 64 * i);
-            vb d = vb_load(p + 64 * i);
-            u[4 * i] = vb_and(d, 3), u[4 * i + 1] = vb_and(vb_shift(d, 2), 3);
-            u[4 * i + 2] = vb_and(vb_shift(d, 4), 3), u[4 * i + 3] = vb_and(vb_shift(d, 6), 3);
-        }
+/* 64 bytes of a whole block, with prefetch, or the first n of them. */
+INLINE vb load_codes(int is_whole, const uint8_t *p, int64_t n) {
+    if (!is_whole) return vb_load_n(p, n);
+    __builtin_prefetch(p + PAGE_AHEAD);
+    return vb_load(p);
 }
 
-/* The same of the last `n` bytes of a row, fewer than a block: the missing codes meet activations that are zero. */
-INLINE void unpack_last_block(int kind, const uint8_t *p, int64_t n, vb *u) {
+/* The 1,024 codes of a block, unsigned, in the order of `gemv_codes`. Of the last block of a row, which is not whole, there
+ * are `n` bytes: the missing codes meet activations that are zero. */
+INLINE void unpack_block(int kind, int is_whole, const uint8_t *p, int64_t n, vb *u) {
     if (kind == INT8)
         UNROLL
-        for (int i = 0; i < 16; i++) u[i] = vb_xor(vb_load_n(p + 64 * i, n - 64 * i), 128);
+        for (int i = 0; i < 16; i++) u[i] = vb_xor(load_codes(is_whole, p + 64 * i, n - 64 * i), 128);
     if (kind == INT4)
         UNROLL
         for (int i = 0; i < 8; i++) {
-            vb d = vb_load_n(p + 64 * i, n - 64 * i);
+            vb d = load_codes(is_whole, p + 64 * i, n - 64 * i);
             u[2 * i] = vb_and(d, 15), u[2 * i + 1] = vb_upper(d);
         }
-    if (kind == INT3)
+    if (kind == INT3 && is_whole)
+        UNROLL
+        for (int i = 0; i < 16; i++) {
+            if (i % 2 == 0) __builtin_prefetch(p + PAGE_AHEAD + 24 * i);
+            u[i] = unpack_int3(p + 24 * i);
+        }
+    if (kind == INT3 && !is_whole)
         for (int i = 0; i < 16; i++) {
             uint8_t group[24] = {0};
             if (24 * i < n) memcpy(group, p + 24 * i, 24);
@@ -60,7 +43,7 @@ INLINE void unpack_last_block(int kind, const uint8_t *p, int64_t n, vb *u) {
     if (kind == INT2)
         UNROLL
         for (int i = 0; i < 4; i++) {
-            vb d = vb_load_n(p + 64 * i, n - 64 * i);
+            vb d = load_codes(is_whole, p + 64 * i, n - 64 * i);
             u[4 * i] = vb_and(d, 3), u[4 * i + 1] = vb_and(vb_shift(d, 2), 3);
             u[4 * i + 2] = vb_and(vb_shift(d, 4), 3), u[4 * i + 3] = vb_and(vb_shift(d, 6), 3);
         }
@@ -93,7 +76,7 @@ INLINE vf add_block(int kind, const vb *u, vf scales, const int8_t *codes, const
 INLINE void add_tail(int kind, int n, const weight_t *w, int64_t row, const quantized_t *a, const int64_t *rows, vf *acc) {
     int64_t at = a->padded - BLOCK_COLUMNS, done = at / BLOCK_COLUMNS * block_bytes(kind);
     vb u[16];
-    unpack_last_block(kind, w->data + row * w->row_bytes + done, packed_row_bytes(kind, w->columns) - done, u);
+    unpack_block(kind, 0, w->data + row * w->row_bytes + done, packed_row_bytes(kind, w->columns) - done, u);
     vf scales = block_scales(w, row, at / BLOCK_COLUMNS);
     for (int t = 0; t < n; t++) {
         int64_t segment = (rows[t] * a->padded + at) / SEGMENT;
@@ -129,8 +112,7 @@ INLINE void dot_products(int kind, int n, tail_t *tail, const weight_t *w, int64
     for (int64_t b = 0; b < whole; b++) {
         vb u[16];
         vf scales = row_scale;
-        const uint8_t *from = p + b * bytes;
-        unpack_block(kind, from, from + PAGE_AHEAD, u);
+        unpack_block(kind, 1, p + b * bytes, bytes, u);
         if (has_f16_scales) {
             __builtin_prefetch((const uint8_t *)(f16_scales + 16 * b) + SCALES_AHEAD);
             scales = vf_load_f16(f16_scales + 16 * b);
@@ -142,7 +124,7 @@ INLINE void dot_products(int kind, int n, tail_t *tail, const weight_t *w, int64
     int has_tail = whole * BLOCK_COLUMNS < a->padded;
     if (has_tail && (n == 1 || !TAIL_CALLS)) {
         vb u[16];
-        unpack_last_block(kind, p + whole * bytes, packed - whole * bytes, u);
+        unpack_block(kind, 0, p + whole * bytes, packed - whole * bytes, u);
         vf scales = has_row_scale ? row_scale : block_scales(w, row, whole);
         UNROLL
         for (int t = 0; t < n; t++)

@@ -7,40 +7,10 @@ typedef struct {
     const gqa_t *call;
     weight_t keys, values; /* as matrices of positions * groups rows, for `dequantize` */
     int64_t width, value;  /* padded to 32 columns */
-    int failed;
 } gqa_job_t;
 
-/* A row of keys or values as floats, padded to 32 columns: in place, or converted into `row_floats`. */
-INLINE const float *dequantized_row(const weight_t *w, int64_t row, int64_t padded, float *row_floats) {
-    if (w->kind == F32 && padded == w->columns) return (const float *)w->data + row * padded;
-    dequantize(w, row, 0, padded, row_floats);
-    return row_floats;
-}
-
-/* Scores of up to 4 keys with 2 queries: scores[j][i] = query j . key i. */
-INLINE void two_by_four(const float *const *key, const float *const *query, int64_t width, float scores[2][4]) {
-    vf acc[4][2][2];
-    UNROLL
-    for (int i = 0; i < 4; i++)
-        UNROLL
-        for (int j = 0; j < 2; j++) acc[i][j][0] = acc[i][j][1] = vf_zero();
-    for (int64_t k = 0; k < width; k += 32)
-        UNROLL
-        for (int half = 0; half < 2; half++) {
-            vf a = vf_load(query[0] + k + 16 * half), b = vf_load(query[1] + k + 16 * half);
-            UNROLL
-            for (int i = 0; i < 4; i++) {
-                vf u = vf_load(key[i] + k + 16 * half);
-                acc[i][0][half] = vf_fma(u, a, acc[i][0][half]);
-                acc[i][1][half] = vf_fma(u, b, acc[i][1][half]);
-            }
-        }
-    for (int i = 0; i < 4; i++)
-        for (int j = 0; j < 2; j++) scores[j][i] = vf_sum(vf_add(acc[i][j][0], acc[i][j][1]));
-}
-
 /* One token row, up to HEADS_AT_ONCE heads of one group. */
-static void gqa_item(void *context, int64_t item) {
+static int gqa_item(void *context, int64_t item) {
     gqa_job_t *job = context;
     const gqa_t *c = job->call;
     int64_t group_heads = c->heads / c->groups, parts = (group_heads + HEADS_AT_ONCE - 1) / HEADS_AT_ONCE;
@@ -50,10 +20,7 @@ static void gqa_item(void *context, int64_t item) {
     int64_t start = c->window && stop > c->window ? stop - c->window : 0, visible = stop - start, padded = round_up(visible, 16);
     int64_t floats = heads * (padded + job->width + job->value) + ROWS_AT_ONCE * (job->width + job->value);
     float *scores = thread_scratch(4 * floats);
-    if (!scores) {
-        job->failed = 1;
-        return;
-    }
+    if (!scores) return 1;
     float *queries = scores + heads * padded, *mixed = queries + heads * job->width, *row_floats = mixed + heads * job->value;
     memset(queries, 0, (size_t)(4 * heads * (job->width + job->value)));
     for (int h = 0; h < heads; h++)
@@ -63,12 +30,15 @@ static void gqa_item(void *context, int64_t item) {
         const float *key[4];
         int n = visible - s < 4 ? (int)(visible - s) : 4;
         for (int i = 0; i < 4; i++)
-            key[i] = dequantized_row(&job->keys, (start + s + (i < n ? i : n - 1)) * c->groups + group, job->width, row_floats + i * job->width);
+            key[i] = cached_row(&job->keys, (start + s + (i < n ? i : n - 1)) * c->groups + group, job->width, row_floats + i * job->width);
         for (int h = 0; h < heads; h += 2) {
             int m = heads - h < 2 ? 1 : 2;
             const float *query[2] = {queries + h * job->width, queries + (h + m - 1) * job->width};
+            vf acc[2][4][2];
             float sums[2][4];
-            two_by_four(key, query, job->width, sums);
+            clear_products(2, acc);
+            add_products(2, query, key, 0, job->width, acc);
+            sum_products(2, acc, sums);
             for (int j = 0; j < m; j++)
                 for (int i = 0; i < n; i++) scores[(h + j) * padded + s + i] = sums[j][i] * c->scale;
         }
@@ -80,19 +50,19 @@ static void gqa_item(void *context, int64_t item) {
         int n = visible - s < ROWS_AT_ONCE ? (int)(visible - s) : ROWS_AT_ONCE;
         const float *row[ROWS_AT_ONCE];
         for (int i = 0; i < n; i++)
-            row[i] = dequantized_row(&job->values, (start + s + i) * c->groups + group, job->value, row_floats + i * job->value);
+            row[i] = cached_row(&job->values, (start + s + i) * c->groups + group, job->value, row_floats + i * job->value);
         for (int h = 0; h < heads; h++) add_rows(n, mixed + h * job->value, scores + h * padded + s, row, job->value);
     }
     for (int h = 0; h < heads; h++) {
         float *out = c->out + (t * c->heads + head + h) * c->value;
         for (int64_t k = 0; k < c->value; k++) out[k] = mixed[h * job->value + k] * weights[h];
     }
+    return 0;
 }
 
 int gqa(const gqa_t *c) {
     int64_t parts = (c->heads / c->groups + HEADS_AT_ONCE - 1) / HEADS_AT_ONCE;
     gqa_job_t job = {.call = c, .width = round_up(c->width, 32), .value = round_up(c->value, 32)};
     job.keys = cached(c->keys, c->kind, c->width), job.values = cached(c->values, c->kind, c->value);
-    run_items(gqa_item, &job, c->count * c->groups * parts);
-    return job.failed;
+    return run_items(gqa_item, &job, c->count * c->groups * parts);
 }

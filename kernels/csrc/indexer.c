@@ -10,55 +10,42 @@
 
 typedef struct {
     const index_t *call;
-    const float *queries, *keys; /* padded to 32 columns; keys is NULL where they are converted row by row */
+    const float *queries; /* padded to 32 columns */
     int64_t padded;
-    weight_t cache; /* the keys, for `dequantize` */
-    int failed;
+    weight_t keys;        /* float32 ones are padded */
 } index_job_t;
 
-static void index_item(void *context, int64_t item) {
+static int index_item(void *context, int64_t item) {
     index_job_t *job = context;
     const index_t *c = job->call;
     int64_t blocks = (c->positions + KEYS_AT_ONCE - 1) / KEYS_AT_ONCE, t = item / blocks;
     int64_t s = item % blocks * KEYS_AT_ONCE, stop = s + KEYS_AT_ONCE < c->positions ? s + KEYS_AT_ONCE : c->positions;
-    float root = 1.0f / sqrtf((float)c->width), *row_floats = job->keys ? NULL : thread_scratch(4 * 4 * job->padded);
-    if (!job->keys && !row_floats) {
-        job->failed = 1;
-        return;
-    }
+    float root = 1.0f / sqrtf((float)c->width), *row_floats = thread_scratch(4 * 4 * job->padded);
+    if (!row_floats) return 1;
     for (; s < stop; s += 4) {
         int n = stop - s < 4 ? (int)(stop - s) : 4;
         const float *key[4];
-        for (int i = 0; i < 4; i++) {
-            int64_t at = s + (i < n ? i : n - 1);
-            key[i] = job->keys ? job->keys + at * job->padded : row_floats + i * job->padded;
-            if (!job->keys) dequantize(&job->cache, at, 0, job->padded, row_floats + i * job->padded);
-        }
+        for (int i = 0; i < 4; i++)
+            key[i] = cached_row(&job->keys, s + (i < n ? i : n - 1), job->padded, row_floats + i * job->padded);
         float sums[4] = {0};
         for (int64_t h = 0; h < c->heads; h++) {
             const float *q = job->queries + (t * c->heads + h) * job->padded;
-            vf acc[4][2];
-            UNROLL
-            for (int i = 0; i < 4; i++) acc[i][0] = acc[i][1] = vf_zero();
-            for (int64_t k = 0; k < job->padded; k += 32)
-                UNROLL
-                for (int half = 0; half < 2; half++) {
-                    vf a = vf_load(q + k + 16 * half);
-                    UNROLL
-                    for (int i = 0; i < 4; i++) acc[i][half] = vf_fma(vf_load(key[i] + k + 16 * half), a, acc[i][half]);
-                }
-            for (int i = 0; i < n; i++) {
-                float dot_product = vf_sum(vf_add(acc[i][0], acc[i][1]));
-                if (!(dot_product < 0)) sums[i] = fmaf(c->weights[t * c->heads + h], dot_product * root, sums[i]);
-            }
+            vf acc[1][4][2];
+            float dots[1][4];
+            clear_products(1, acc);
+            add_products(1, &q, key, 0, job->padded, acc);
+            sum_products(1, acc, dots);
+            for (int i = 0; i < n; i++)
+                if (!(dots[0][i] < 0)) sums[i] = fmaf(c->weights[t * c->heads + h], dots[0][i] * root, sums[i]);
         }
         for (int i = 0; i < n; i++) c->out[t * c->positions + s + i] = sums[i];
     }
+    return 0;
 }
 
 int index_scores(const index_t *c) {
     int64_t padded = round_up(c->width, 32), rows = c->count * c->heads, filled = c->kind == F32 ? c->positions : 0;
-    index_job_t job = {c, c->queries, c->kind == F32 ? c->keys : NULL, padded, cached(c->keys, c->kind, c->width), 0};
+    index_job_t job = {c, c->queries, padded, cached(c->keys, c->kind, c->width)};
     float *memory = NULL;
     if (padded != c->width) {
         memory = calloc((size_t)((rows + filled) * padded), 4);
@@ -67,11 +54,12 @@ int index_scores(const index_t *c) {
         for (int64_t i = 0; i < rows; i++) memcpy(memory + i * padded, c->queries + i * c->width, (size_t)(4 * c->width));
         for (int64_t i = 0; i < filled; i++)
             memcpy(keys + i * padded, (const float *)c->keys + i * c->width, (size_t)(4 * c->width));
-        job.queries = memory, job.keys = filled ? keys : NULL;
+        job.queries = memory;
+        if (filled) job.keys = cached(keys, F32, padded);
     }
-    run_items(index_item, &job, c->count * ((c->positions + KEYS_AT_ONCE - 1) / KEYS_AT_ONCE));
+    int failed = run_items(index_item, &job, c->count * ((c->positions + KEYS_AT_ONCE - 1) / KEYS_AT_ONCE));
     free(memory);
-    return job.failed;
+    return failed;
 }
 
 /* -------------------------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ typedef struct {
     _Atomic int64_t sum;
 } read_job_t;
 
-static void read_item(void *context, int64_t item) {
+static int read_item(void *context, int64_t item) {
     read_job_t *job = context;
     const uint8_t *p = job->data + item * READ_BYTES;
     int64_t n = job->bytes - item * READ_BYTES < READ_BYTES ? job->bytes - item * READ_BYTES : READ_BYTES;
@@ -38,6 +38,7 @@ static void read_item(void *context, int64_t item) {
     int32_t lanes[16];
     vi_store(lanes, vi_add(a, b));
     job->sum += lanes[0] ^ lanes[7];
+    return 0;
 }
 
 static int64_t read_memory(const uint8_t *data, int64_t bytes) {

@@ -61,7 +61,7 @@ typedef struct {
     float *padded;
 } prepare_t;
 
-static void prepare_row(void *context, int64_t row) {
+static int prepare_row(void *context, int64_t row) {
     prepare_t *p = context;
     const float *x = p->x + row * p->x_stride;
     if (p->in->quantized.scales) quantize_row(&p->in->quantized, row, x);
@@ -71,6 +71,7 @@ static void prepare_row(void *context, int64_t row) {
         memcpy(to, x, (size_t)(4 * n));
         memset(to + n, 0, (size_t)(4 * (p->in->x_stride - n)));
     }
+    return 0;
 }
 
 static void free_prepared(prepared_t *p) {
@@ -103,8 +104,7 @@ static int prepare(prepared_t *out, const weight_t *w, const float *x, int64_t c
         in->quantized.scales = (float *)at;
         in->quantized.sums = (int32_t *)(in->quantized.scales + count * segments);
     }
-    run_items(prepare_row, &job, count);
-    return 0;
+    return run_items(prepare_row, &job, count);
 }
 
 /* AMX: token rows rows[starts[g]] .. rows[starts[g + 1]] of each group in blocks, where they are GEMM_INT_ROWS or more. */
@@ -114,7 +114,7 @@ typedef struct {
     int64_t groups;
 } amx_job_t;
 
-static void amx_blocks_item(void *context, int64_t group) {
+static int amx_blocks_item(void *context, int64_t group) {
     amx_job_t *job = context;
     quantized_t *a = job->quantized;
     int64_t segments = a->padded / SEGMENT, block = amx_blocks_before(job->starts, group);
@@ -135,6 +135,7 @@ static void amx_blocks_item(void *context, int64_t group) {
                 vi_store((int32_t *)(codes + (s * BLOCK_ROWS + i) * SEGMENT), r[i]);
         }
     }
+    return 0;
 }
 
 static int prepare_amx(prepared_t *p, const int64_t *rows, const int64_t *starts, int64_t groups) {
@@ -146,8 +147,7 @@ static int prepare_amx(prepared_t *p, const int64_t *rows, const int64_t *starts
     if (posix_memalign(&p->amx_memory, 64, (size_t)(count * (a->padded + 4 * a->padded / SEGMENT)))) return 1;
     a->amx_codes = p->amx_memory, a->amx_scales = (float *)(a->amx_codes + count * a->padded);
     amx_job_t job = {a, rows, starts, groups};
-    run_items(amx_blocks_item, &job, groups);
-    return 0;
+    return run_items(amx_blocks_item, &job, groups);
 }
 
 int prepare_for(inputs_t *inputs, const weight_t *w, const float *x, int64_t count, int64_t x_stride, int layouts) {
@@ -181,23 +181,20 @@ typedef struct {
     const input_t *in;
     const int64_t *rows;
     int64_t item_rows;
-    int failed;
 } linear_job_t;
 
-static void linear_item(void *context, int64_t item) {
+static int linear_item(void *context, int64_t item) {
     linear_job_t *job = context;
     const linear_t *c = job->call;
     const weight_t *w = c->weight;
     int64_t row = item * job->item_rows, stop = row + job->item_rows < w->rows ? row + job->item_rows : w->rows;
     uint8_t *scratch = thread_scratch(work_bytes(w));
-    if (!scratch) {
-        job->failed = 1;
-        return;
-    }
+    if (!scratch) return 1;
     matmul(w, job->in, job->rows, c->count, row, stop, c->out, c->out_stride, scratch);
     if (c->bias)
         for (int64_t i = 0; i < c->count; i++)
             for (int64_t r = row; r < stop; r++) c->out[i * c->out_stride + r] += c->bias[r];
+    return 0;
 }
 
 int linear(const linear_t *c) {
@@ -212,9 +209,9 @@ int linear(const linear_t *c) {
     for (int64_t i = 0; i < c->count; i++) rows[i] = i;
     const int64_t starts[] = {0, c->count};
     int64_t each = p.in.quantized.gemm_codes && c->count >= LARGE_COUNT ? LARGE_ITEM_ROWS : ITEM_ROWS;
-    linear_job_t job = {c, &p.in, rows, each, prepare_amx(&p, rows, starts, 1)};
-    if (!job.failed) run_items(linear_item, &job, (c->weight->rows + each - 1) / each);
+    linear_job_t job = {c, &p.in, rows, each};
+    int failed = prepare_amx(&p, rows, starts, 1) || run_items(linear_item, &job, (c->weight->rows + each - 1) / each);
     if (rows != few) free(rows);
     free_prepared(&p);
-    return job.failed;
+    return failed;
 }

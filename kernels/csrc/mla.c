@@ -84,23 +84,18 @@ typedef struct {
     int64_t latent, key;  /* L and L + R, each part padded to 32 columns */
     float *queries;       /* [count, heads, key]: latent part, rotary part */
     float *mixed;         /* [count, heads, latent] */
-    const float *keys;    /* all positions as [key] floats, when rows of a float cache are not whole steps of 32; or NULL */
-    weight_t latents, rope_keys; /* the KV cache, for `dequantize` */
+    weight_t latents, rope_keys; /* the KV cache; where its rows are floats and no whole steps of 32, a padded copy */
     weight_t kv_b;        /* exact */
     int in_registers;     /* few queries and whole segments: see absorb_rows */
-    int failed;
 } mla_job_t;
 
 /* Absorb the key rows of one head into the queries of the block. */
-static void absorb_item(void *context, int64_t head) {
+static int absorb_item(void *context, int64_t head) {
     mla_job_t *job = context;
     const mla_t *c = job->call;
     int64_t N = c->nope, R = c->rope, Q = N + R;
     float *row_floats = thread_scratch(4 * ROWS_AT_ONCE * job->latent); /* weight rows, or only their scales */
-    if (!row_floats) {
-        job->failed = 1;
-        return;
-    }
+    if (!row_floats) return 1;
     for (int64_t t = 0; t < job->count; t++) {
         const float *q = c->queries + ((job->first + t) * c->heads + head) * Q;
         float *to = job->queries + (t * c->heads + head) * job->key;
@@ -126,25 +121,11 @@ static void absorb_item(void *context, int64_t head) {
             add_rows(rows, job->queries + (t * c->heads + head) * job->key,
                      c->queries + ((job->first + t) * c->heads + head) * Q + n, row, job->latent);
     }
-}
-
-/* One position of the cache as floats, padded to 32 columns: in place, or converted into `row_floats`. */
-INLINE const float *latent_row(const mla_job_t *job, int64_t at, float *row_floats) {
-    if (job->latents.kind == F32)
-        return job->keys ? job->keys + at * job->key : (const float *)job->call->latents + at * job->call->latent;
-    dequantize(&job->latents, at, 0, job->latent, row_floats);
-    return row_floats;
-}
-INLINE const float *rope_row(const mla_job_t *job, int64_t at, float *row_floats) {
-    if (job->latents.kind == F32)
-        return job->keys ? job->keys + at * job->key + job->latent
-                         : (const float *)job->call->rope_keys + at * job->call->rope;
-    dequantize(&job->rope_keys, at, 0, job->key - job->latent, row_floats);
-    return row_floats;
+    return 0;
 }
 
 /* One token row, some heads: scores, softmax, weighted latents. */
-static void attend_item(void *context, int64_t item) {
+static int attend_item(void *context, int64_t item) {
     mla_job_t *job = context;
     const mla_t *c = job->call;
     int64_t per_row = (c->heads + HEADS_AT_ONCE - 1) / HEADS_AT_ONCE, t = item / per_row;
@@ -159,10 +140,7 @@ static void attend_item(void *context, int64_t item) {
     int64_t padded = round_up(visible, 16);
     int64_t some = HEADS_AT_ONCE * (padded + 16); /* never zero: a row may attend to no key at all */
     float *scores = thread_scratch(4 * (some + (c->kind == BF16 ? ROWS_AT_ONCE * job->key : 0)));
-    if (!scores) {
-        job->failed = 1;
-        return;
-    }
+    if (!scores) return 1;
     float *row_floats = scores + some;
     const float *queries = job->queries + (t * c->heads + head) * job->key;
     for (int64_t s = 0; s < visible; s += 4) {
@@ -171,34 +149,20 @@ static void attend_item(void *context, int64_t item) {
         for (int i = 0; i < 4; i++) {
             int64_t at = s + (i < n ? i : n - 1);
             if (selected) at = selected[at];
-            latent[i] = latent_row(job, at, row_floats + i * job->key);
-            rope[i] = rope_row(job, at, row_floats + i * job->key + job->latent);
+            latent[i] = cached_row(&job->latents, at, job->latent, row_floats + i * job->key);
+            rope[i] = cached_row(&job->rope_keys, at, job->key - job->latent, row_floats + i * job->key + job->latent);
         }
         for (int h = 0; h < heads; h += 2) {
             int m = heads - h < 2 ? 1 : 2;
             const float *q[2] = {queries + h * job->key, queries + (h + m - 1) * job->key};
-            vf acc[4][2][2];
-            UNROLL
-            for (int i = 0; i < 4; i++)
-                UNROLL
-                for (int j = 0; j < 2; j++) acc[i][j][0] = acc[i][j][1] = vf_zero();
-            for (int64_t k = 0; k < job->key; k += 32) {
-                int in_rope = k >= job->latent;
-                int64_t at = in_rope ? k - job->latent : k;
-                UNROLL
-                for (int half = 0; half < 2; half++) {
-                    vf a = vf_load(q[0] + k + 16 * half), b = vf_load(q[1] + k + 16 * half);
-                    UNROLL
-                    for (int i = 0; i < 4; i++) {
-                        vf u = vf_load((in_rope ? rope[i] : latent[i]) + at + 16 * half);
-                        acc[i][0][half] = vf_fma(u, a, acc[i][0][half]);
-                        acc[i][1][half] = vf_fma(u, b, acc[i][1][half]);
-                    }
-                }
-            }
-            for (int i = 0; i < n; i++)
-                for (int j = 0; j < m; j++)
-                    scores[(h + j) * padded + s + i] = vf_sum(vf_add(acc[i][j][0], acc[i][j][1])) * c->scale;
+            vf acc[2][4][2];
+            float sums[2][4];
+            clear_products(2, acc);
+            add_products(2, q, latent, 0, job->latent, acc);
+            add_products(2, q, rope, job->latent, job->key - job->latent, acc);
+            sum_products(2, acc, sums);
+            for (int j = 0; j < m; j++)
+                for (int i = 0; i < n; i++) scores[(h + j) * padded + s + i] = sums[j][i] * c->scale;
         }
     }
     float weights[HEADS_AT_ONCE];
@@ -211,7 +175,7 @@ static void attend_item(void *context, int64_t item) {
         const float *row[ROWS_AT_ONCE];
         for (int i = 0; i < n; i++) {
             int64_t at = selected ? selected[s + i] : s + i;
-            row[i] = latent_row(job, at, row_floats + i * job->key);
+            row[i] = cached_row(&job->latents, at, job->latent, row_floats + i * job->key);
         }
         for (int h = 0; h < heads; h++)
             add_rows(n, job->mixed + (t * c->heads + head + h) * job->latent, scores + h * padded + s, row, job->latent);
@@ -220,18 +184,16 @@ static void attend_item(void *context, int64_t item) {
         float *m = job->mixed + (t * c->heads + head + h) * job->latent;
         for (int64_t k = 0; k < job->latent; k += 16) vf_store(m + k, vf_mul(vf_load(m + k), vf_set1(weights[h])));
     }
+    return 0;
 }
 
 /* Project the weighted latents of one head to values, for all queries of the block. */
-static void value_item(void *context, int64_t head) {
+static int value_item(void *context, int64_t head) {
     mla_job_t *job = context;
     const mla_t *c = job->call;
     int64_t V = c->value, base = head * (c->nope + V) + c->nope, rows[BLOCK_QUERIES];
     uint8_t *scratch = thread_scratch(work_bytes(&job->kv_b));
-    if (!scratch) {
-        job->failed = 1;
-        return;
-    }
+    if (!scratch) return 1;
     for (int64_t t = 0; t < job->count; t++) rows[t] = t * c->heads + head;
     input_t in = {.x = job->mixed, .x_stride = job->latent};
     float *out = c->out + (job->first * c->heads + head) * V - base;
@@ -247,6 +209,7 @@ static void value_item(void *context, int64_t head) {
     for (; r < base + V; r += ITEM_ROWS)
         matmul(&job->kv_b, &in, rows, job->count, r, r + ITEM_ROWS < base + V ? r + ITEM_ROWS : base + V, out,
               c->heads * V, scratch);
+    return 0;
 }
 
 int mla(const mla_t *c) {
@@ -270,14 +233,16 @@ int mla(const mla_t *c) {
             memcpy(keys + s * key, (const float *)c->latents + s * c->latent, (size_t)(4 * c->latent));
             memcpy(keys + s * key + latent, (const float *)c->rope_keys + s * c->rope, (size_t)(4 * c->rope));
         }
-        job.keys = keys;
+        job.latents = (weight_t){.data = (uint8_t *)keys, .columns = latent, .row_bytes = 4 * key, .kind = F32};
+        job.rope_keys = (weight_t){.data = (uint8_t *)(keys + latent), .columns = key - latent, .row_bytes = 4 * key, .kind = F32};
     }
-    for (job.first = 0; job.first < c->count && !job.failed; job.first += block) {
+    int failed = 0;
+    for (job.first = 0; job.first < c->count && !failed; job.first += block) {
         job.count = c->count - job.first < block ? c->count - job.first : block;
-        run_items(absorb_item, &job, c->heads);
-        run_items(attend_item, &job, job.count * ((c->heads + HEADS_AT_ONCE - 1) / HEADS_AT_ONCE));
-        run_items(value_item, &job, c->heads);
+        failed |= run_items(absorb_item, &job, c->heads);
+        failed |= run_items(attend_item, &job, job.count * ((c->heads + HEADS_AT_ONCE - 1) / HEADS_AT_ONCE));
+        failed |= run_items(value_item, &job, c->heads);
     }
     free(memory);
-    return job.failed;
+    return failed;
 }

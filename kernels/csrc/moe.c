@@ -12,7 +12,6 @@ typedef struct {
     inputs_t hidden_in;        /* hidden, for down */
     const int64_t *ids;        /* 0, 1, 2 ...: rows of hidden */
     float *hidden, *up;        /* [rows of this round, width] */
-    int failed;
 } experts_job_t;
 
 /* Token rows of x from place `start` of the assignments on. */
@@ -20,7 +19,7 @@ INLINE const int64_t *rows_of(const experts_job_t *job, int64_t start) {
     return (job->call->rows ? job->call->rows : job->ids) + start;
 }
 
-static void gate_up_item(void *context, int64_t item) {
+static int gate_up_item(void *context, int64_t item) {
     experts_job_t *job = context;
     const experts_t *c = job->call;
     int64_t per_expert = (c->width + ITEM_ROWS - 1) / ITEM_ROWS, e = job->first + item / per_expert;
@@ -28,10 +27,7 @@ static void gate_up_item(void *context, int64_t item) {
     int64_t start = c->starts[e], count = c->starts[e + 1] - start, at = start - c->starts[job->first];
     const weight_t *gate = c->matrices + 3 * e, *up = gate + 1;
     uint8_t *scratch = thread_scratch(work_bytes(gate));
-    if (!scratch) {
-        job->failed = 1;
-        return;
-    }
+    if (!scratch) return 1;
     float *g = job->hidden + at * c->width, *u = job->up + at * c->width;
     int64_t block = amx_blocks_before(c->starts + job->first, e - job->first);
     input_t for_gate = from_block(input_for(&job->in, gate), block), for_up = from_block(input_for(&job->in, up), block);
@@ -48,9 +44,10 @@ static void gate_up_item(void *context, int64_t item) {
             else x = swiglu(x, y);
             vf_store_n(a, x, left);
         }
+    return 0;
 }
 
-static void down_item(void *context, int64_t item) {
+static int down_item(void *context, int64_t item) {
     experts_job_t *job = context;
     const experts_t *c = job->call;
     int64_t row = item * ITEM_ROWS, stop = row + ITEM_ROWS < c->hidden ? row + ITEM_ROWS : c->hidden, most = 0;
@@ -59,10 +56,7 @@ static void down_item(void *context, int64_t item) {
         most = c->starts[e + 1] - c->starts[e] > most ? c->starts[e + 1] - c->starts[e] : most;
     int64_t work = round_up(work_bytes(c->matrices + 2), 64);
     uint8_t *scratch = thread_scratch(work + 4 * most * ITEM_ROWS);
-    if (!scratch) {
-        job->failed = 1;
-        return;
-    }
+    if (!scratch) return 1;
     float *y = (float *)(scratch + work);
     for (int64_t e = job->first, block = 0; e < job->stop; block += amx_blocks_of(c->starts, e), e++) {
         int64_t start = c->starts[e], count = c->starts[e + 1] - start;
@@ -79,6 +73,7 @@ static void down_item(void *context, int64_t item) {
             else memcpy(out + row, sum + row, (size_t)(4 * (stop - row)));
         }
     }
+    return 0;
 }
 
 int experts(const experts_t *c) {
@@ -95,28 +90,28 @@ int experts(const experts_t *c) {
     float *hidden = malloc((size_t)(8 * round * c->width));
     int64_t *ids = malloc((size_t)(8 * round));
     experts_job_t job = {.call = c, .ids = ids, .hidden = hidden, .up = hidden ? hidden + round * c->width : NULL};
-    job.failed = !hidden || !ids;
+    int failed = !hidden || !ids;
     for (int64_t i = 0; ids && i < round; i++) ids[i] = i;
-    for (int64_t e = 0; e < c->experts && !job.failed; e++)
+    for (int64_t e = 0; e < c->experts && !failed; e++)
         for (int i = 0; i < 2; i++)
-            job.failed |= prepare_for(&job.in, c->matrices + 3 * e + i, c->x, c->count, c->hidden, few | many);
-    while (!job.failed && job.stop < c->experts) {
+            failed |= prepare_for(&job.in, c->matrices + 3 * e + i, c->x, c->count, c->hidden, few | many);
+    while (!failed && job.stop < c->experts) {
         job.first = job.stop++;
         while (job.stop < c->experts && c->starts[job.stop + 1] - c->starts[job.first] <= MOE_ROWS) job.stop++;
         const int64_t *starts = c->starts + job.first, groups = job.stop - job.first;
         int64_t rows = c->starts[job.stop] - c->starts[job.first];
-        job.failed = prepare_amx_for(&job.in, rows_of(&job, c->starts[job.first]), starts, groups);
-        if (!job.failed) run_items(gate_up_item, &job, (job.stop - job.first) * ((c->width + ITEM_ROWS - 1) / ITEM_ROWS));
-        for (int64_t e = job.first; e < job.stop && !job.failed; e++)
-            job.failed |= prepare_for(&job.hidden_in, c->matrices + 3 * e + 2, hidden, rows, c->width, few | many);
-        if (!job.failed) job.failed = prepare_amx_for(&job.hidden_in, ids, starts, groups);
-        if (!job.failed) run_items(down_item, &job, (c->hidden + ITEM_ROWS - 1) / ITEM_ROWS);
+        failed = prepare_amx_for(&job.in, rows_of(&job, c->starts[job.first]), starts, groups);
+        if (!failed) failed = run_items(gate_up_item, &job, (job.stop - job.first) * ((c->width + ITEM_ROWS - 1) / ITEM_ROWS));
+        for (int64_t e = job.first; e < job.stop && !failed; e++)
+            failed |= prepare_for(&job.hidden_in, c->matrices + 3 * e + 2, hidden, rows, c->width, few | many);
+        if (!failed) failed = prepare_amx_for(&job.hidden_in, ids, starts, groups);
+        if (!failed) failed = run_items(down_item, &job, (c->hidden + ITEM_ROWS - 1) / ITEM_ROWS);
         free_inputs(&job.hidden_in);
     }
     free_inputs(&job.in);
     free(ids);
     free(hidden);
-    return job.failed;
+    return failed;
 }
 
 /* One gated MLP on all rows. */

@@ -23,6 +23,7 @@ static atomic_int inside;          /* workers that have joined, or are about to 
 static item_t job_work;
 static void *job_context;
 static int job_ranges;
+static atomic_int job_failed;
 static struct {
     _Alignas(64) atomic_int_fast64_t next; /* a cache line each */
     int64_t stop;
@@ -42,7 +43,7 @@ static void run_ranges(int packed) {
         for (;;) {
             int64_t item = atomic_fetch_add_explicit(&ranges[range].next, 1, memory_order_relaxed);
             if (item >= ranges[range].stop) break;
-            job_work(job_context, item);
+            if (job_work(job_context, item)) atomic_store(&job_failed, 1);
         }
     }
 }
@@ -106,13 +107,14 @@ void set_threads(int threads) {
     pthread_mutex_unlock(&owner);
 }
 
-void run_items(item_t work, void *context, int64_t items) {
+int run_items(item_t work, void *context, int64_t items) {
+    int failed = 0;
     if (items < 2 || wanted < 2 || !workers || pthread_mutex_trylock(&owner)) {
-        for (int64_t item = 0; item < items; item++) work(context, item);
-        return;
+        for (int64_t item = 0; item < items; item++) failed |= work(context, item);
+        return failed;
     }
     static unsigned last;
-    job_work = work, job_context = context, job_ranges = items < wanted ? (int)items : wanted;
+    job_work = work, job_context = context, job_failed = 0, job_ranges = items < wanted ? (int)items : wanted;
     for (int i = 0; i < job_ranges; i++) {
         atomic_store_explicit(&ranges[i].next, items * i / job_ranges, memory_order_relaxed);
         ranges[i].stop = items * (i + 1) / job_ranges;
@@ -126,7 +128,9 @@ void run_items(item_t work, void *context, int64_t items) {
     atomic_store(&open_job, 0);
     for (int i = 0; atomic_load(&inside); i++)
         if (i < SPINS) pause_briefly(); else sched_yield();
+    failed = job_failed;
     pthread_mutex_unlock(&owner);
+    return failed;
 }
 
 /* Memory of the calling thread, at least `bytes` large, kept for its next call; NULL out of memory. */
@@ -146,18 +150,17 @@ typedef struct {
     int (*work)(const void *call, int64_t row); /* 1: no memory */
     const void *call;
     int64_t rows, each;
-    int failed;
 } rows_job_t;
 
-static void rows_item(void *context, int64_t item) {
+static int rows_item(void *context, int64_t item) {
     rows_job_t *job = context;
+    int failed = 0;
     int64_t stop = (item + 1) * job->each < job->rows ? (item + 1) * job->each : job->rows;
-    for (int64_t row = item * job->each; row < stop; row++)
-        if (job->work(job->call, row)) job->failed = 1;
+    for (int64_t row = item * job->each; row < stop; row++) failed |= job->work(job->call, row);
+    return failed;
 }
 
 int each_row(int (*work)(const void *, int64_t), const void *call, int64_t rows, int64_t values) {
-    rows_job_t job = {work, call, rows, values < ITEM_VALUES ? ITEM_VALUES / (values ? values : 1) : 1, 0};
-    run_items(rows_item, &job, (rows + job.each - 1) / job.each);
-    return job.failed;
+    rows_job_t job = {work, call, rows, values < ITEM_VALUES ? ITEM_VALUES / (values ? values : 1) : 1};
+    return run_items(rows_item, &job, (rows + job.each - 1) / job.each);
 }

@@ -17,6 +17,22 @@
 
 #define INLINE static inline __attribute__((always_inline))
 
+/* r[0 .. n): transpose each 4 x 4 block of int32, one in each 128 bits of four vectors, by way of t[n]. */
+#define TRANSPOSE_4X4(mm, n, r, t)                                                                                      \
+    for (int i = 0; i < n; i += 2)                                                                                      \
+        t[i] = mm##_unpacklo_epi32(r[i], r[i + 1]), t[i + 1] = mm##_unpackhi_epi32(r[i], r[i + 1]);                     \
+    for (int i = 0; i < n; i += 4) {                                                                                    \
+        r[i] = mm##_unpacklo_epi64(t[i], t[i + 2]), r[i + 1] = mm##_unpackhi_epi64(t[i], t[i + 2]);                     \
+        r[i + 2] = mm##_unpacklo_epi64(t[i + 1], t[i + 3]), r[i + 3] = mm##_unpackhi_epi64(t[i + 1], t[i + 3]);         \
+    }
+
+INLINE float bits_f32(uint32_t bits) { float x; memcpy(&x, &bits, 4); return x; }
+INLINE float f16_f32(uint16_t h) {
+    uint32_t sign = (uint32_t)(h & 0x8000) << 16, rest = h & 0x7fff;
+    if (rest >= 0x7c00) return bits_f32(sign | 0x7f800000 | rest << 13); /* infinity and NaN */
+    return bits_f32(sign) + bits_f32(sign | rest << 13) * 0x1p112f;     /* subnormal numbers come out right too */
+}
+
 #if defined(AVX512VNNI) || defined(AVX512)
 #include <immintrin.h>
 
@@ -127,16 +143,7 @@ INLINE vi vi_quarter_sums(const vi *v) {
 /* Transpose 16 vectors of 16 int32. */
 INLINE void vi_transpose(vi *r) {
     vi t[16];
-    for (int i = 0; i < 16; i += 2) {
-        t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
-        t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
-    }
-    for (int i = 0; i < 16; i += 4) {
-        r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
-        r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
-        r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
-        r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
-    }
+    TRANSPOSE_4X4(_mm512, 16, r, t)
     for (int i = 0; i < 4; i++) {
         t[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
         t[i + 4] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
@@ -284,16 +291,7 @@ INLINE vi vi_quarter_sums(const vi *v) {
 }
 INLINE void transpose8(__m256i *r) {
     __m256i t[8];
-    for (int i = 0; i < 8; i += 2) {
-        t[i] = _mm256_unpacklo_epi32(r[i], r[i + 1]);
-        t[i + 1] = _mm256_unpackhi_epi32(r[i], r[i + 1]);
-    }
-    for (int i = 0; i < 8; i += 4) {
-        r[i] = _mm256_unpacklo_epi64(t[i], t[i + 2]);
-        r[i + 1] = _mm256_unpackhi_epi64(t[i], t[i + 2]);
-        r[i + 2] = _mm256_unpacklo_epi64(t[i + 1], t[i + 3]);
-        r[i + 3] = _mm256_unpackhi_epi64(t[i + 1], t[i + 3]);
-    }
+    TRANSPOSE_4X4(_mm256, 8, r, t)
     for (int i = 0; i < 4; i++) {
         t[i] = _mm256_permute2x128_si256(r[i], r[i + 4], 0x20);
         t[i + 4] = _mm256_permute2x128_si256(r[i], r[i + 4], 0x31);
@@ -340,12 +338,6 @@ INLINE vf vf_div(vf a, vf b) { LANES(vf, a.x[i] / b.x[i]); }
 INLINE vf vf_fma(vf a, vf b, vf c) { LANES(vf, fmaf(a.x[i], b.x[i], c.x[i])); }
 INLINE vf vf_max(vf a, vf b) { LANES(vf, a.x[i] > b.x[i] ? a.x[i] : b.x[i]); }
 INLINE vf vf_abs(vf a) { LANES(vf, fabsf(a.x[i])); }
-INLINE float bits_f32(uint32_t bits) { float x; memcpy(&x, &bits, 4); return x; }
-INLINE float f16_f32(uint16_t h) {
-    uint32_t sign = (uint32_t)(h & 0x8000) << 16, rest = h & 0x7fff;
-    if (rest >= 0x7c00) return bits_f32(sign | 0x7f800000 | rest << 13); /* infinity and NaN */
-    return bits_f32(sign) + bits_f32(sign | rest << 13) * 0x1p112f;     /* subnormal numbers come out right too */
-}
 INLINE vf vf_load_f16(const uint16_t *p) { LANES(vf, f16_f32(p[i])); }
 INLINE vf vf_load_bf16(const uint16_t *p) { LANES(vf, bits_f32((uint32_t)p[i] << 16)); }
 INLINE vf vf_load_i8(const int8_t *p) { LANES(vf, p[i]); }
