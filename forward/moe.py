@@ -31,7 +31,7 @@ def moe(
     observer: of this forward pass, beside the one of all passes, model.trace.
     """
     with model.profile.measure("router"):
-        uses, starts, rows, shares = route_by_expert(model.config, weights, x)  # of U experts, [U + 1], [N], [N]
+        uses, starts, rows, topk_weights = route_by_expert(model.config, weights, x)  # of U experts, [U + 1], [N], [N]
     for route_observer in filter(None, (model.trace, observer)):
         route_observer.record(layer, uses, len(x), rows)
     experts = list(uses)
@@ -48,7 +48,7 @@ def moe(
                     indices = [index for index, _ in batch]
                     swiglu = clamped_swiglu(model.config, weights.biases, [experts[index] for index in indices])
                     if len(batch) == last - first:  # all at once: add in place
-                        add_experts(out, x, matrices, starts[first : last + 1], rows, shares, swiglu)
+                        add_experts(out, x, matrices, starts[first : last + 1], rows, topk_weights, swiglu)
                         continue  # ends `ready`, which releases them
                     if outputs is None:
                         outputs = torch.empty(int(stop - start), x.shape[1])
@@ -57,7 +57,7 @@ def moe(
                     expert_outputs(outputs, gathered, matrices, own_starts, own_rows, places - start, swiglu)
             if outputs is not None:
                 with model.profile.measure("expert-matmul"):
-                    add_weighted(out, outputs, rows[start:stop], shares[start:stop])
+                    add_weighted(out, outputs, rows[start:stop], topk_weights[start:stop])
     return out
 
 

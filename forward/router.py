@@ -31,8 +31,8 @@ def route(config: ModelConfig, weights: MoeWeights, x: Tensor) -> tuple[Tensor, 
 
 def route_by_expert(config: ModelConfig, weights: MoeWeights, x: Tensor) -> tuple[Uses, Tensor, Tensor, Tensor]:
     """x [T, D] -> (uses, and of group_by_expert: starts [U + 1], rows [N], weights [N])."""
-    experts, starts, rows, shares = group_by_expert(*route(config, weights, x), config.num_experts)
-    return dict(zip(experts, starts.diff().tolist(), strict=True)), starts, rows, shares
+    experts, starts, rows, topk_weights = group_by_expert(*route(config, weights, x), config.num_experts)
+    return dict(zip(experts, starts.diff().tolist(), strict=True)), starts, rows, topk_weights
 
 
 def prefetch_experts(model: Model, layer: int, residual: Tensor) -> None:
@@ -47,9 +47,9 @@ def prefetch_experts(model: Model, layer: int, residual: Tensor) -> None:
         weights = model.weights.layers[layer]
         assert isinstance(weights.mlp, MoeWeights)  # as in every layer that the cache knows
         x = rms_norm(residual, weights.attention.post_norm, model.config.rms_norm_eps)
-        uses, starts, _, shares = route_by_expert(model.config, weights.mlp, x)
+        uses, starts, _, topk_weights = route_by_expert(model.config, weights.mlp, x)
         # The larger its share, the surer is the prediction of an expert.
-        sums = torch.cat([shares.new_zeros(1), shares.cumsum(0)])[starts].diff().tolist()
+        sums = torch.cat([topk_weights.new_zeros(1), topk_weights.cumsum(0)])[starts].diff().tolist()
         share_of = dict(zip(uses, sums, strict=True))
         cache.prefetch(layer, {expert: uses[expert] for expert in sorted(uses, key=share_of.__getitem__, reverse=True)})
     cache.prefetcher.record_prediction(time.perf_counter() - started)

@@ -128,13 +128,13 @@ def test_clamped_swiglu(kernels, name):  # noqa: F811
     rows = torch.cat(
         [torch.randperm(24, generator=torch.Generator().manual_seed(i))[:n].sort()[0] for i, n in enumerate(counts)]
     )
-    x, shares = randn(24, 96) * (0.02 if name == "mxfp4" else 1.0), torch.rand(len(rows))
+    x, topk_weights = randn(24, 96) * (0.02 if name == "mxfp4" else 1.0), torch.rand(len(rows))
 
     def work(native):
-        return native.add_experts(torch.ones(24, 96), x, three, starts, rows, shares, swiglu)
+        return native.add_experts(torch.ones(24, 96), x, three, starts, rows, topk_weights, swiglu)
 
     out = same(kernels, work)
-    expected = reference.add_experts(torch.ones(24, 96), x, three, starts, rows, shares, swiglu)
+    expected = reference.add_experts(torch.ones(24, 96), x, three, starts, rows, topk_weights, swiglu)
     torch.testing.assert_close(out, expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max()))
     for native in kernels.values():
         outputs = native.expert_outputs(torch.empty(40, 96), x, three, starts, rows, torch.arange(40), swiglu)

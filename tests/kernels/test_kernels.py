@@ -159,12 +159,12 @@ def experts_case(fmt, count, hidden, width, seed=0):
 @pytest.mark.parametrize("sizes", [(96, 70), (64, 32), (200, 1100)])
 def test_experts(kernels, name, sizes):
     hidden, width = sizes
-    experts, starts, rows, shares = experts_case(FORMATS[name], MOST, hidden, width)
+    experts, starts, rows, topk_weights = experts_case(FORMATS[name], MOST, hidden, width)
     x = randn(MOST, hidden, seed=4)
-    expected = reference.add_experts(torch.zeros_like(x), x, experts, starts, rows, shares)
+    expected = reference.add_experts(torch.zeros_like(x), x, experts, starts, rows, topk_weights)
     bits = None
     for native in kernels.values():
-        out = native.add_experts(torch.zeros_like(x), x, experts, starts, rows, shares)
+        out = native.add_experts(torch.zeros_like(x), x, experts, starts, rows, topk_weights)
         # Rounded activations fall on either side of a half now and then.
         error = (out - expected).abs().max() / expected.abs().max()
         assert error < (2e-3 if FORMATS[name].is_integer else 1e-5), (native.name, error)
@@ -183,24 +183,24 @@ def test_experts(kernels, name, sizes):
                 [three for three, _ in mine],
                 torch.arange(len(mine) + 1),
                 torch.zeros(len(mine), dtype=torch.int64),
-                shares[[i for _, i in mine]],
+                topk_weights[[i for _, i in mine]],
             )
             assert torch.equal(alone[0], bits[row]), (native.name, row)
 
 
 def test_experts_of_several_formats(kernels):
     """Each matrix decides for itself; an expert gets the same bits beside experts of other formats and alone."""
-    experts, starts, rows, shares = experts_case(FORMATS["int4-g64"], 40, 64, 80)
+    experts, starts, rows, topk_weights = experts_case(FORMATS["int4-g64"], 40, 64, 80)
     names = ["bf16", "int8-row", "int4-g16", "fp8-b128", "int4-g64", "int3-g64", "f32", "int2-g64", "int8-g64"]
     for e, three in enumerate(experts):
         for i in range(3):
             rows_of, columns = three[i].rows, three[i].columns
             three[i] = weights_of(FORMATS[names[(e + 2 * i) % 9]], rows_of, columns, seed=10 * e + i)[0]
     x = randn(40, 64, seed=4)
-    expected = reference.add_experts(torch.zeros_like(x), x, experts, starts, rows, shares)
+    expected = reference.add_experts(torch.zeros_like(x), x, experts, starts, rows, topk_weights)
     bits = None
     for native in kernels.values():
-        out = native.add_experts(torch.zeros_like(x), x, experts, starts, rows, shares)
+        out = native.add_experts(torch.zeros_like(x), x, experts, starts, rows, topk_weights)
         assert (out - expected).abs().max() / expected.abs().max() < 2e-3
         bits = out if bits is None else bits
         assert torch.equal(out, bits)
@@ -208,7 +208,7 @@ def test_experts_of_several_formats(kernels):
         for e, three in enumerate(experts):
             some = slice(int(starts[e]), int(starts[e + 1]))
             ends = torch.tensor([0, len(rows[some])])
-            native.add_experts(step, x, [three], ends, rows[some].contiguous(), shares[some].contiguous())
+            native.add_experts(step, x, [three], ends, rows[some].contiguous(), topk_weights[some].contiguous())
         assert torch.equal(step, bits)
 
 
@@ -216,18 +216,18 @@ def test_experts_of_several_formats(kernels):
 @pytest.mark.parametrize("count", [1, 5, MOST])
 def test_experts_in_any_order(kernels, name, count):
     """What each expert gives, computed a few experts at a time, and then added: the bits of add_experts."""
-    experts, starts, rows, shares = experts_case(FORMATS[name], count, 96, 70, seed=3)
+    experts, starts, rows, topk_weights = experts_case(FORMATS[name], count, 96, 70, seed=3)
     x, start = randn(count, 96, seed=4), randn(count, 96, seed=5)
     order = torch.randperm(len(experts), generator=torch.Generator().manual_seed(6)).tolist()
     for native in (*kernels.values(), reference):
-        expected = native.add_experts(start.clone(), x, experts, starts, rows, shares)
+        expected = native.add_experts(start.clone(), x, experts, starts, rows, topk_weights)
         outputs = torch.full((len(rows), 96), torch.nan)
         for some in (order[:2], order[2:3], order[3:]):
             places = torch.cat([torch.arange(starts[e], starts[e + 1]) for e in some] or [starts[:0]])
             ends = torch.tensor([0, *(starts[e + 1] - starts[e] for e in some)]).cumsum(0)
             if some:
                 native.expert_outputs(outputs, x, [experts[e] for e in some], ends, rows[places], places)
-        assert torch.equal(native.add_weighted(start.clone(), outputs, rows, shares), expected)
+        assert torch.equal(native.add_weighted(start.clone(), outputs, rows, topk_weights), expected)
 
 
 @pytest.mark.parametrize("name", ["f32", "int4-g64", "int8-row"])

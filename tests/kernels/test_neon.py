@@ -163,15 +163,15 @@ def add_odd_numbers(memory, native):
 def add_experts(memory, native):
     for name in ("int4-g64", "bf16", "int4-row", "int8-g64", "int3-g64", "int2-g64", "fp8-b128", "int4-g16"):
         for hidden, width in ((96, 37), (50, 1100)) if name == "int4-g64" else ((96, 37),):
-            experts, starts, rows, shares = experts_case(FORMATS[name], 18, hidden, width)
+            experts, starts, rows, topk_weights = experts_case(FORMATS[name], 18, hidden, width)
             for factor in (1, 40):
                 x = randn(18, hidden, seed=4) * factor
                 x[3, 7] = torch.nan if factor == 40 else 0
-                expected = native.add_experts(torch.zeros_like(x), x, experts, starts, rows, shares)
+                expected = native.add_experts(torch.zeros_like(x), x, experts, starts, rows, topk_weights)
                 numbers = dict(experts=len(experts), count=18, hidden=hidden, width=width)
                 memory.call(
                     f"experts {name} {hidden} {width} {factor}", "experts", expected, x=x, starts=starts, rows=rows,
-                    topk_weights=shares, matrices=[matrix for three in experts for matrix in three], **numbers,
+                    topk_weights=topk_weights, matrices=[matrix for three in experts for matrix in three], **numbers,
                 )  # fmt: skip
 
 
@@ -219,12 +219,17 @@ def add_gqa(memory, native):
     sizes = dict(rows=20, experts=96, active=6, groups=1, active_groups=1, scaling=1.0, normalize=1)
     memory.call("softmax", "route", {"topk_ids": topk_ids, "weights": weights}, logits=logits, bias=None, **sizes)
     experts, swiglu = clamped_case(FORMATS["mxfp4"])
-    x, starts, rows, shares = randn(18, 96) / 9, torch.tensor([0, 1, 1, 18, 20, 23]), torch.arange(23) % 18, randn(23)
-    expected = native.add_experts(torch.zeros_like(x), x, experts, starts, rows, shares, swiglu)
+    x, starts, rows, topk_weights = (
+        randn(18, 96) / 9,
+        torch.tensor([0, 1, 1, 18, 20, 23]),
+        torch.arange(23) % 18,
+        randn(23),
+    )
+    expected = native.add_experts(torch.zeros_like(x), x, experts, starts, rows, topk_weights, swiglu)
     biases = dict(gate_bias=swiglu.gate_bias, up_bias=swiglu.up_bias, down_bias=swiglu.down_bias)
     matrices = [matrix for three in experts for matrix in three]
     numbers = dict(experts=5, count=18, hidden=96, width=64, limit=swiglu.limit, alpha=swiglu.alpha)
-    tensors = dict(x=x, starts=starts, rows=rows, topk_weights=shares, matrices=matrices)
+    tensors = dict(x=x, starts=starts, rows=rows, topk_weights=topk_weights, matrices=matrices)
     memory.call("clamped", "experts", expected, **tensors, **biases, **numbers)
 
 
@@ -250,9 +255,9 @@ def add_rows(memory, native):
         )
         expected = native.layer_norm(x, weight, bias, 1e-5)
         memory.call(f"layer_norm {columns}", "layer_norm", expected, x=x, weight=weight, bias=bias, **shape)
-        rows, shares = torch.arange(20) * 7 % 5, randn(20, seed=3)
-        expected = native.add_weighted(added[:5].clone(), x, rows, shares)
-        fields = dict(outputs=x, topk_weights=shares, rows=rows, out=added[:5])
+        rows, topk_weights = torch.arange(20) * 7 % 5, randn(20, seed=3)
+        expected = native.add_weighted(added[:5].clone(), x, rows, topk_weights)
+        fields = dict(outputs=x, topk_weights=topk_weights, rows=rows, out=added[:5])
         memory.call(f"add_weighted {columns}", "add_weighted", expected, count=20, columns=columns, **fields)
     x, (cos, sin) = randn(9, 3, 50), rope_angles(torch.arange(9), plain_frequencies(1e4, 16))
     expected = {"x": native.apply_rope(x.clone(), 20, cos, sin)}

@@ -104,10 +104,10 @@ def test_route_ties_and_what_is_no_number(kernels):  # noqa: F811
 def test_group_by_expert(kernels, rows, active, experts, kept):  # noqa: F811
     g = torch.Generator().manual_seed(rows)
     topk_ids = torch.stack([torch.randperm(experts, generator=g)[:active].sort().values for _ in range(rows)])
-    shares = torch.rand(rows, active, generator=g) + 0.1
-    shares[torch.rand(rows, active, generator=g) >= kept] = 0.0
-    expected = reference.group_by_expert(topk_ids, shares, experts)
-    got = same(kernels, lambda native: native.group_by_expert(topk_ids, shares, experts))
+    topk_weights = torch.rand(rows, active, generator=g) + 0.1
+    topk_weights[torch.rand(rows, active, generator=g) >= kept] = 0.0
+    expected = reference.group_by_expert(topk_ids, topk_weights, experts)
+    got = same(kernels, lambda native: native.group_by_expert(topk_ids, topk_weights, experts))
     assert got[0] == expected[0] and all(torch.equal(a, b) for a, b in zip(got[1:], expected[1:], strict=True))
 
 
