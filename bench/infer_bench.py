@@ -244,7 +244,7 @@ def describe_model(loaded: LoadedModel, costs: StepCosts, peaks: Peaks, context:
         "ceiling_tok_per_sec": share(peaks.bandwidth, costs.dense_bytes + costs.expert_bytes + costs.row_kv_bytes),
         "max_rows": max_sequences(loaded, limit),
         "max_context": limit,
-        "lossy": list(loaded.lossy),
+        "lossy": list(loaded.lossy.values()),
     }
 
 

@@ -1,5 +1,6 @@
 """Speculative decoding: draft tokens for each sequence. A forward verifies them, so a wrong one costs time alone."""
 
+import operator
 import time
 from collections.abc import Callable, Collection
 
@@ -10,6 +11,7 @@ from forward.chunk import Chunk
 from forward.lm_head import LOGIT_ROWS
 from forward.model import Model
 from generate.draft_length import Choice, DraftLength, Offer
+from generate.forward_time import ForwardCost
 from generate.proposers import MtpProposer, NgramProposer, Proposers, catch_up, draft_by_mtp
 from generate.sequence import Drafts, Prefill, PromptChunks, Sequence
 from kernels.dispatch import rms_norm
@@ -43,7 +45,7 @@ class Drafter(NoDraft):
         self.turns: list[tuple[str | None, int, int]] = []  # (proposer, draft tokens, pending ids) of each sequence
         self.num_prompt_rows = 0
         self.drafting: dict[str | None, float] = {}  # proposer -> seconds of making its drafts
-        self.before: tuple[float, float, int, int] = (0.0, 0.0, 0, 0)
+        self.before = ForwardCost(0, 0, 0, 0)
 
     def observe(self, chunk: Chunk, hidden: Tensor, items: Collection[Sequence | Prefill]) -> None:
         if not self.model.weights.mtp:
@@ -116,25 +118,16 @@ class Drafter(NoDraft):
         if sum(len(mtp.hidden) for mtp, _ in ready if mtp.hidden is not None) > MtpProposer.MANY:
             catch_up(self.model, ready)
 
-    def measure(self) -> tuple[float, float, int, int]:
-        """-> (seconds, seconds waited for experts, experts asked for, experts missed) so far."""
+    def measure(self) -> ForwardCost:
+        """Of all forwards so far."""
         counters = self.model.experts.counters
-        return self.clock(), counters.wait_seconds, counters.hits + counters.misses, counters.misses
+        return ForwardCost(self.clock(), counters.wait_seconds, counters.hits + counters.misses, counters.misses)
 
     def finish(self, accepted: list[int]) -> None:
-        now, waited, experts, missed = self.measure()
-        before, waited_before, experts_before, missed_before = self.before
+        cost = ForwardCost(*map(operator.sub, self.measure(), self.before))
         turns = [(name, depth, count) for (name, depth, _), count in zip(self.turns, accepted, strict=True)]
-        self.draft_length.update(
-            turns,
-            sum(num_new for _, _, num_new in self.turns) + self.num_prompt_rows,
-            self.drafting,
-            now - before,
-            waited - waited_before,
-            experts - experts_before,
-            missed - missed_before,
-            self.num_prompt_rows > 0,
-        )
+        num_rows = sum(num_new for _, _, num_new in self.turns) + self.num_prompt_rows
+        self.draft_length.update(turns, num_rows, self.drafting, cost, self.num_prompt_rows > 0)
         if self.routes:
             accepted_rows: set[int] = set()
             first = 0

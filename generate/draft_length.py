@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from itertools import permutations
 from typing import Any
 
-from generate.forward_time import DecayedRatio, ForwardTime
+from generate.forward_time import DecayedRatio, ForwardCost, ForwardTime
 
 Offer = dict[str, int]  # proposer -> draft tokens that it could make
 Choice = tuple[str | None, int]  # proposer and draft tokens; (None, 0) for none
@@ -178,15 +178,11 @@ class DraftLength:
         turns: list[tuple[str | None, int, int]],
         num_rows: int,
         drafting: dict[str | None, float],
-        seconds: float,
-        waited: float,
-        experts: int,
-        missed: int,
+        cost: ForwardCost,
         is_mixed: bool = False,
     ) -> None:
         """Learn from a forward. turns: of each sequence (proposer, draft tokens, how many were accepted); num_rows: its
-        token rows without them; drafting: seconds of making them, by proposer; the rest as of ForwardTime.add, is_mixed
-        as of `choose`."""
+        token rows without them; drafting: seconds of making them, by proposer; is_mixed as of `choose`."""
         num_drafts: Counter[str | None] = Counter()
         for at, (name, depth, accepted) in enumerate(turns):
             if (self.trial is None or at == self.trial[0]) and (accepted < depth or not depth):
@@ -199,12 +195,12 @@ class DraftLength:
                 self.tried[name, position] += 1
                 self.accepted[name, position] += accepted > position
         time = self.mixed_time if is_mixed else self.time
-        time.add(num_rows + num_drafts.total(), seconds, waited, experts, missed)
+        time.add(num_rows + num_drafts.total(), cost)
         for name, count in num_drafts.items():
             if name and count:
                 self.drafting.setdefault(name, DecayedRatio()).add(drafting[name], count)
         if self.expected:
-            added = (1, *self.expected, sum(1 + accepted for _, _, accepted in turns), seconds)
+            added = (1, *self.expected, sum(1 + accepted for _, _, accepted in turns), cost.seconds)
             self.planned = [a + b for a, b in zip(self.planned, added, strict=True)]
 
     # --- statistics ---

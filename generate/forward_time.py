@@ -10,11 +10,21 @@ import math
 import statistics
 from bisect import bisect_left, insort
 from collections import deque
+from typing import NamedTuple
 
 DECAY = 0.97  # of a mean, from one sample to the next
 SAMPLES = 9  # of which the median counts
 ROW_COST = 0.15  # of the arithmetic of one row, for each further row, before it is known
 UNION_GROWTH = 0.8  # R rows ask for R^this times the experts of one, before it is known
+
+
+class ForwardCost(NamedTuple):
+    """What a forward took, or all forwards so far."""
+
+    seconds: float
+    waited: float  # seconds of them, for experts
+    experts: float  # distinct ones that were asked for
+    missed: float  # of these
 
 
 class DecayedRatio:
@@ -51,7 +61,7 @@ class RowTimes:
         self.arithmetic = 0.0  # seconds without waiting for experts, the median of the last
         self.experts = DecayedRatio()  # distinct ones a forward, all layers together
 
-    def add(self, arithmetic: float, experts: int) -> None:
+    def add(self, arithmetic: float, experts: float) -> None:
         self.forwards += 1
         self.last.append(arithmetic)
         self.arithmetic = statistics.median(self.last)
@@ -69,16 +79,15 @@ class ForwardTime:
         self.miss_rate = DecayedRatio()
         self.wait = DecayedRatio()  # seconds for a miss
 
-    def add(self, num_rows: int, seconds: float, waited: float, experts: int, missed: int) -> None:
-        """A forward over num_rows rows: its seconds, those it waited for experts, the distinct experts it asked for,
-        and how many of them were missed."""
+    def add(self, num_rows: int, cost: ForwardCost) -> None:
+        """A forward over num_rows rows."""
         if num_rows not in self.rows:
             self.rows[num_rows] = RowTimes()
             insort(self.known, num_rows)
-        self.rows[num_rows].add(seconds - waited, experts)
-        self.miss_rate.add(missed, experts)
-        if missed:
-            self.wait.add(waited, missed)
+        self.rows[num_rows].add(cost.seconds - cost.waited, cost.experts)
+        self.miss_rate.add(cost.missed, cost.experts)
+        if cost.missed:
+            self.wait.add(cost.waited, cost.missed)
 
     def is_known(self, num_rows: int) -> bool:
         """Whether two forwards or more had about so many rows."""

@@ -4,7 +4,6 @@ Nothing is ever reused past the first token that differs.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from forward.kv_cache import make_kv_cache
 from forward.model import Model
@@ -50,13 +49,8 @@ class KvSlot:
         self.ids, self.conversation = [], None
 
 
-@dataclass(frozen=True, slots=True)
-class KvSlotChoice:
-    """KV slots for the rows of a request, and the one whose first `length` positions the first of them begins with."""
-
-    kv_slots: list[KvSlot]
-    source: KvSlot | None
-    length: int
+# KV slots for the rows of a request, and the slot whose first `length` positions the first of them begins with.
+KvSlotChoice = tuple[list[KvSlot], KvSlot | None, int]
 
 
 def choose_kv_slots(
@@ -66,7 +60,7 @@ def choose_kv_slots(
     conversation: str | None = None,
     may_reuse: bool = True,
 ) -> KvSlotChoice | None:
-    """-> KvSlotChoice; None where not enough are free, or where the conversation is being answered.
+    """None where not enough are free, or where the conversation is being answered.
 
     The slot with the longest shared prefix is continued in place when little behind the prefix is lost; else the prefix
     is copied, from a busy slot too, into the one that was least recently used. Slots of other conversations are taken
@@ -87,4 +81,4 @@ def choose_kv_slots(
     else:
         first = free[0]
     others = sorted((slot for slot in free if slot is not first), key=lambda slot: slot is source and length > 0)
-    return KvSlotChoice([first, *others[: num_rows - 1]], source if length else None, length)
+    return [first, *others[: num_rows - 1]], source if length else None, length

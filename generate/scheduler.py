@@ -27,7 +27,7 @@ from generate.chunked_prefill import ChunkedPrefill
 from generate.draft import Drafter
 from generate.draft_length import DraftLength
 from generate.kv_file import KvFileStore
-from generate.kv_slots import KvSlot, KvSlotChoice, choose_kv_slots
+from generate.kv_slots import KvSlot, choose_kv_slots
 from generate.request import ActiveRequest, Event, NewToken, Prefilled, QueueFull, Request, Started, check_request
 from generate.sampler import Sampler
 from generate.sequence import Drafts, Prefill, PromptChunks, Sequence, StepResult
@@ -142,52 +142,49 @@ class Scheduler:
             except Exception as error:  # a fault of ours ends what is under way, not the server
                 self.end_all("error", error)
         self.end_all("cancelled")
-        for active in self.take_waiting(lambda active: True):
-            self.finish_rows(active)
+        while self.waiting:
+            self.finish_rows(self.waiting.popleft())
 
     # --- admission ---
 
-    def take_waiting(self, is_wanted: Callable[[ActiveRequest], bool]) -> list[ActiveRequest]:
-        """Remove the requests from the queue for which that holds, and return them."""
+    def dequeue(self, active: ActiveRequest) -> None:
         with self.changed:
-            taken = [active for active in self.waiting if is_wanted(active)]
-            self.waiting = deque(active for active in self.waiting if active not in taken)
-        return taken
+            self.waiting.remove(active)
 
     def admit(self) -> None:
         """Start what waits, in order, while there are KV slots. A request that waits for its own conversation does not
         hold up others."""
-        for active in self.take_waiting(lambda active: active.is_cancelled):
-            self.finish_rows(active)
+        for active in list(self.waiting):
+            if active.is_cancelled:
+                self.dequeue(active)
+                self.finish_rows(active)
         for active in list(self.waiting):
             r = active.request
             choice = choose_kv_slots(self.kv_slots, r.prompt_ids, r.num_samples, r.conversation, not r.prompt_logprobs)
             if choice:
-                with self.changed:
-                    self.waiting.remove(active)
+                self.dequeue(active)
                 try:
-                    self.start(active, choice)
+                    self.start(active, *choice)
                 except Exception as error:
-                    for slot in choice.kv_slots:
+                    for slot in choice[0]:
                         self.free(slot, "error")
                     self.finish_rows(active, "error", error)
             elif r.num_samples > self.num_free:
                 break
 
-    def start(self, active: ActiveRequest, choice: KvSlotChoice) -> None:
+    def start(self, active: ActiveRequest, kv_slots: list[KvSlot], source: KvSlot | None, length: int) -> None:
         """Give a request its KV slots; its prefill begins with the next step."""
-        r, first = active.request, choice.kv_slots[0]
-        length, source = choice.length, choice.source
+        r, first = active.request, kv_slots[0]
         if self.store and r.conversation is not None and first.conversation != r.conversation:
             saved_ids = [] if r.prompt_logprobs else self.store.ids(r.conversation)
             if shared_prefix_length(saved_ids, r.prompt_ids[:-1]) > length:
                 first.load(self.store, r.conversation)
                 length, source = first.num_cached(r.prompt_ids[:-1]), first
-        for row, slot in enumerate(choice.kv_slots):
+        for row, slot in enumerate(kv_slots):
             slot.active, slot.row, slot.used = active, row, next(self.clock)
-        active.kv_slots, active.started = choice.kv_slots, time.monotonic()
+        active.kv_slots, active.started = kv_slots, time.monotonic()
         first.start(r.prompt_ids, length, source)
-        for slot in choice.kv_slots:
+        for slot in kv_slots:
             slot.conversation = None
         first.conversation = r.conversation
         self.prompt_tokens += len(r.prompt_ids)

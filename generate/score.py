@@ -34,7 +34,8 @@ class ScoreRequest:
         return positions_needed(len(self.context), max(len(self.continuation), 1))
 
 
-Group = tuple[tuple[int, ...], list[int]]  # a context, and the numbers of its requests
+Groups = dict[tuple[int, ...], list[int]]  # context -> numbers of its requests
+Group = tuple[tuple[int, ...], list[int]]  # one of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,16 +67,14 @@ def score_requests(
     continuations go through the model in several batches. `progress` is that of layers_forward.
     """
     counters = counters or ScoreCounters()
-    groups: dict[tuple[int, ...], list[int]] = {}
+    groups: Groups = {}
     for index, request in enumerate(requests):
         groups.setdefault(request.context, []).append(index)
     for wave in make_waves(groups, requests, max_positions):
         yield from score_wave(model, wave, requests, max_positions, counters, progress)
 
 
-def make_waves(
-    groups: dict[tuple[int, ...], list[int]], requests: list[ScoreRequest], max_positions: int
-) -> Iterator[list[Group]]:
+def make_waves(groups: Groups, requests: list[ScoreRequest], max_positions: int) -> Iterator[list[Group]]:
     """Groups in order, as many to a wave as their KV caches and the logits of their contexts allow; at least one."""
     wave: list[Group] = []
     used = 0
@@ -120,7 +119,7 @@ def score_wave(
     # 3) the others, as many in one forward as their KV caches allow
     room = max_positions - sum(kv.capacity for kv in caches)
     for some in batches_that_fit(rest, requests, room):
-        batch = [(list(requests[i].continuation[:-1]), kv) for i, kv in clone_shared(some, requests)]
+        batch = [(list(requests[i].continuation[:-1]), kv) for i, kv in some]
         targets = [token for i, _ in some for token in requests[i].continuation[1:]]
         logprobs, best = step_logprobs(model, batch, targets, progress)
         counters.continuation_rows += len(targets)
@@ -168,8 +167,8 @@ Continuations = list[tuple[int, KvCache]]  # (number of a request, the KV cache 
 
 
 def batches_that_fit(rest: Continuations, requests: list[ScoreRequest], room: int) -> Iterator[Continuations]:
-    """Divide continuations so that the clones of a batch hold at most `room` positions. The first continuation of a
-    context in a batch needs no clone."""
+    """Divide continuations so that the clones of a batch hold at most `room` positions: its first continuation of a
+    context is given the context's KV cache, the others clones of it."""
     batch: Continuations = []
     seen: set[int] = set()
     used = 0
@@ -178,19 +177,8 @@ def batches_that_fit(rest: Continuations, requests: list[ScoreRequest], room: in
         if batch and used + need > room:
             yield batch
             batch, seen, used, need = [], set(), 0, 0
-        batch.append((i, kv))
+        batch.append((i, kv.clone(need) if need else kv))
         seen.add(id(kv))
         used += need
     if batch:
         yield batch
-
-
-def clone_shared(batch: Continuations, requests: list[ScoreRequest]) -> Continuations:
-    """Give each continuation a KV cache of its own: the context's to its first, clones of it to the others."""
-    out: Continuations = []
-    seen: set[int] = set()
-    for i, kv in batch:
-        is_shared = id(kv) in seen
-        out.append((i, kv.clone(requests[i].num_positions) if is_shared else kv))
-        seen.add(id(kv))
-    return out

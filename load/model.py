@@ -38,7 +38,7 @@ class OpenedSnapshot:
     reader: FileReader
     plan: MemoryPlan
     notices: tuple[str, ...]  # one line each, for stderr
-    lossy: tuple[str, ...]  # the options that change answers, in words
+    lossy: dict[str, str]  # option that changes answers -> its notice
     resources: ExitStack  # open files and reader threads
 
     @property
@@ -94,8 +94,8 @@ def open_snapshot(settings: Settings, kv_slots: int = 1) -> OpenedSnapshot:
     tokenizer = folder / "tokenizer.json"
     tokenizer_bytes = TOKENIZER_FACTOR * tokenizer.stat().st_size if tokenizer.is_file() else 0
     plan = make_plan(settings, dense, disk, context, tokenizer_bytes, kv_slots)
-    lossy = tuple(lossy_options(settings, num_active, dense, disk))
-    notices = tuple(f"[lossy] {line}" for line in lossy)
+    lossy = dict(lossy_options(settings, num_active, dense, disk))
+    notices = tuple(f"[lossy] {line}" for line in lossy.values())
     notices += *format_notices(settings, dense, disk), *run_notices(settings, dense, plan)
     resources = ExitStack()
     resources.callback(reader.close)

@@ -12,18 +12,23 @@ from settings import Settings
 from snapshot.dense import DenseTensors
 
 
-def lossy_options(settings: Settings, num_active: int, dense: DenseTensors, disk: ExpertDisk) -> Iterator[str]:
-    """The user's options that change answers, in words. num_active: active experts of a token by config.json."""
+def lossy_options(
+    settings: Settings, num_active: int, dense: DenseTensors, disk: ExpertDisk
+) -> Iterator[tuple[str, str]]:
+    """(option of the user that changes answers, the notice). num_active: active experts of a token by config.json."""
+    at_load = f"bits at load, in groups of {GROUP} columns"
     if disk.quantizes(settings.expert_bits):
-        yield f"expert weights are quantized to {settings.expert_bits} bits at load, in groups of {GROUP} columns"
+        yield f"expert_bits={settings.expert_bits}", f"expert weights are quantized to {settings.expert_bits} {at_load}"
     if any(dense.quantizes(stored, settings.dense_bits) for stored in dense.matrices.values()):
-        yield f"dense weights are quantized to {settings.dense_bits} bits at load, in groups of {GROUP} columns"
+        yield f"dense_bits={settings.dense_bits}", f"dense weights are quantized to {settings.dense_bits} {at_load}"
     if 0 < settings.topk < num_active:
-        yield f"TOPK={settings.topk}: {settings.topk} experts a token, not the model's {num_active}"
+        option = f"TOPK={settings.topk}"
+        yield option, f"{option}: {settings.topk} experts a token, not the model's {num_active}"
     if 0 < settings.topp < 1:
-        yield f"TOPP={settings.topp:g}: a token's weakest experts beyond that share of its router scores are dropped"
+        option = f"TOPP={settings.topp:g}"
+        yield option, f"{option}: a token's weakest experts beyond that share of its router scores are dropped"
     if settings.kv_dtype == "bf16":
-        yield "KV_DTYPE=bf16: the KV cache is rounded to bfloat16, in half the memory"
+        yield "KV_DTYPE=bf16", "KV_DTYPE=bf16: the KV cache is rounded to bfloat16, in half the memory"
 
 
 def format_notices(settings: Settings, dense: DenseTensors, disk: ExpertDisk) -> Iterator[str]:

@@ -162,7 +162,7 @@ class RunReport:
             "context": self.loaded.context,
             "cache_slots": plan.num_expert_slots,
             "cache_bytes": experts.num_bytes,
-            "lossy": list(self.loaded.lossy),
+            "lossy": list(self.loaded.lossy.values()),
             "profile": profile,
             **more,
         }

@@ -134,7 +134,7 @@ def run_tasks(
         "prefix": evaluation.tokenizer.decode(evaluation.prefix),
         "context": opened.context,
         "cut": evaluation.all_cut,
-        "lossy": list(opened.lossy),
+        "lossy": list(opened.lossy.values()),
         "seconds": round(seconds, 3),
     }
     print(json.dumps(numbers))

@@ -33,7 +33,7 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     notices = [*settings.notices, *opened.notices]
     if as_json:
-        print(json.dumps(opened.plan.as_json() | {"lossy": opened.lossy, "notices": notices}, indent=1))
+        print(json.dumps(opened.plan.as_json() | {"lossy": list(opened.lossy.values()), "notices": notices}, indent=1))
     else:
         print(*opened.plan.lines(), *notices, sep="\n")
     opened.close()

@@ -225,7 +225,7 @@ def test_a_greedy_run_has_a_notice_and_draft_tokens_change_no_text(run_colibri, 
 def test_the_default_has_no_notice(load):
     for variables in ({}, {"KV_DTYPE": "f32"}, {"KV_DTYPE": ""}):
         loaded = load(EMBEDDED_SNAPSHOT, **variables)
-        assert loaded.lossy == () and make_kv_cache(loaded.config, 1).latents.dtype == torch.float32
+        assert loaded.lossy == {} and make_kv_cache(loaded.config, 1).latents.dtype == torch.float32
 
 
 @pytest.mark.parametrize("value", ["f16", "BF16", "1"])

@@ -1,11 +1,14 @@
 """spec_decode: the same tokens at any draft depth and quality, greedy and sampled, and clean ends."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from forward.kv_cache import make_kv_cache
 from generate.decode import DecodeCounters, spec_decode
 from generate.draft import NoDraft
 from generate.sampler import Sampler
+from generate.tools.tool_state import Tool, ToolState
 from tests.conftest import FIXTURES, reference
 
 NAME = "glm_moe_dsa"
@@ -131,3 +134,21 @@ def test_nothing_runs_before_the_first_next(model):
     spec_decode(model, kv, [1, 2], Sampler(), 5)
     assert kv.length == 0
     assert list(spec_decode(model, kv, [1, 2], Sampler(), 0)) == []
+
+
+@pytest.mark.parametrize("depth", [0, 3])
+def test_forced_tokens_of_a_tool_follow_the_call_and_count_as_tokens(model, depth):
+    """The end of a block is sampled, the result is forced; the texts are the same with draft tokens."""
+    prompt = reference(NAME)[0]["greedy"]["prompt"]
+    plain, _, _ = generate(model, prompt, Sampler(), 8)
+    tokenizer = SimpleNamespace(encode=lambda text: [7, 8], decode=lambda ids: str(ids))
+    tool = Tool(plain[1], plain[3], 500, 501, lambda text: text)
+    assert plain[1] not in plain[2:4] and plain[3] != plain[2]
+    state = ToolState(prompt, (tool,), tokenizer)
+    draft = Script(prompt + plain[:4] + [500, 7, 8, 501], depth)
+    ids, kv, counters = generate(model, prompt, Sampler(), 12, drafter=draft, tool_state=state)
+    assert ids[:8] == [*plain[:4], 500, 7, 8, 501] and len(ids) == counters.tokens == 12
+    assert state.ids == prompt + ids and state.masks == [1] * 4 + [0] * 4 + [1] * 4
+    assert kv.length == len(prompt) + 11
+    again = make_kv_cache(model.config, len(prompt) + 12)
+    assert list(spec_decode(model, again, prompt + ids[:8], Sampler(), 4)) == ids[8:]

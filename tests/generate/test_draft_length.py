@@ -5,7 +5,7 @@ import random
 import pytest
 
 from generate.draft_length import FIRST_PAUSE, MAX_DEPTH, DraftLength
-from generate.forward_time import ForwardTime
+from generate.forward_time import ForwardCost, ForwardTime
 
 EXPERTS = 40  # that one row asks for
 
@@ -32,7 +32,7 @@ class Machine:
             while accepted < depth and self.random.random() < self.right:
                 accepted += 1
             took, *rest = self.cost(depth)
-            controller.update([(source, depth, accepted)], 1, {source: depth * self.making}, took, *rest)
+            controller.update([(source, depth, accepted)], 1, {source: depth * self.making}, ForwardCost(took, *rest))
             tokens, seconds = tokens + 1 + accepted, seconds + took + depth * self.making
         return tokens, seconds
 
@@ -91,8 +91,8 @@ def test_the_better_proposer_is_chosen():
         for source, right in (("MTP", 0.3), ("long n-gram", 0.95)):
             machine.right = right
             accepted = sum(1 for _ in range(3) if machine.random.random() < right)
-            controller.update([(source, 3, accepted)], 1, {source: 0.015}, *machine.cost(3))
-            controller.update([(None, 0, 0)], 1, {}, *machine.cost(0))
+            controller.update([(source, 3, accepted)], 1, {source: 0.015}, ForwardCost(*machine.cost(3)))
+            controller.update([(None, 0, 0)], 1, {}, ForwardCost(*machine.cost(0)))
     chosen = [controller.choose([{"MTP": 8, "long n-gram": 4}])[0][0] for _ in range(FIRST_PAUSE - 1)]
     assert set(chosen) == {"long n-gram"}
     assert controller.choose([{"MTP": 8}])[0][0] in ("MTP", None)
@@ -161,7 +161,7 @@ class Batch(Machine):
             took, *rest = self.cost(num_drafts)
             by_head = sum(depth for source, depth, _ in turns if source == "MTP")
             making = {"MTP": by_head * self.making, "n-gram": 0.0, "long n-gram": 0.0}
-            controller.update(turns, self.num_rows, making, took, *rest)
+            controller.update(turns, self.num_rows, making, ForwardCost(took, *rest))
             tokens += sum(1 + accepted for _, _, accepted in turns)
             seconds += took + making["MTP"]
         return tokens, seconds
@@ -225,11 +225,11 @@ def test_the_cost_of_a_number_of_rows_that_no_forward_had():
     """Between two that are known on the line between them, else in proportion to the nearest."""
     time = ForwardTime()
     for rows, seconds, experts in ((4, 1.0, 40), (8, 2.0, 60)):
-        time.add(rows, seconds, 0.0, experts, 0)
+        time.add(rows, ForwardCost(seconds, 0.0, experts, 0))
     assert time.parts(6) == pytest.approx((1.5, 50)) and time.parts(8) == (2.0, 60)
     assert time.parts(12) == pytest.approx((2.0 * 2.65 / 2.05, 60 * 1.5**0.8))
     assert time.parts(3) == pytest.approx((1.0 * 1.3 / 1.45, 40 * 0.75**0.8)) and time.seconds(3) == time.parts(3)[0]
     assert time.parts(1) == time.scaled(4, 1)
     assert not time.is_known(4)
-    time.add(4, 1.0, 0.0, 40, 0)
+    time.add(4, ForwardCost(1.0, 0.0, 40, 0))
     assert time.is_known(2) and time.is_known(8) and not time.is_known(1) and not time.is_known(9)

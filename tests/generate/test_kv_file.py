@@ -164,6 +164,7 @@ def test_other_weights_are_refused(begin, tmp_path):
 def test_another_precision_is_refused(begin):
     text = two_turns(begin)
     anew(begin, text, 'it was saved with precision {"kv"', expert_bits=8)
+    assert begin.files.header["precision"]["lossy"] == ["expert_bits=8"]  # not the notice, whose words may change
     text = two_turns(begin)
     anew(begin, text, "it was saved with precision", TOPK=1)
 

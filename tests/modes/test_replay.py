@@ -151,7 +151,7 @@ def test_fewer_experts_are_announced_and_asked_for(run_colibri, tmp_path):
 
 def test_switches_that_reduce_nothing_are_not_lossy(load):
     for variables in ({"TOPK": 4}, {"TOPK": 99}, {"TOPP": 1}, {"TOPK": 0, "TOPP": 0}):
-        assert load(EMBEDDED_SNAPSHOT, **variables).lossy == ()
+        assert load(EMBEDDED_SNAPSHOT, **variables).lossy == {}
 
 
 def test_topp_keeps_the_fewest_experts_that_reach_the_mass():

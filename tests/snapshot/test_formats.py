@@ -251,7 +251,7 @@ def test_arguments_without_effect_on_packed_weights_give_a_notice(tmp_path, load
         "[format] expert_bits 8 has no effect on weights that are stored as int4-g16",
         "[format] dense_bits 2 has no effect on weights that are stored as int4-g16",
     ]
-    assert loaded.lossy == ()
+    assert loaded.lossy == {}
 
 
 def test_the_fp8_fixture_is_quantized_at_load(load):
