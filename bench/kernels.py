@@ -2,10 +2,10 @@
 
     make bench-kernels            or     python bench/kernels.py [--threads 1] [--rows 1,4,64] [--only int4-g64,bf16]
 
-MBU is weight bytes a second over those of a plain read with as many threads, of the same kind of memory. Matrices are
-used in turn from far more memory than any cache holds. Every number is the median of many calls; the plain read is
-measured again before each line. With one thread the clock counts the thread's CPU time, so that a busy machine disturbs
-less.
+MBU is weight bytes a second over those of a plain read with as many threads, of the same kind of memory. The calls
+take turns over matrices that together are far larger than the CPU caches. Every number is the median of many calls;
+the plain read is measured again before each line. With one thread the clock counts the CPU time of the thread, which
+other load on the machine disturbs less.
 """
 
 import argparse
@@ -33,7 +33,7 @@ HIDDEN, WIDTH = 6144, 2048
 ROWS = (1, 2, 4, 16, 64, 512)
 NAMES = "int4-row int4-g64 int8-row int8-g64 int3-g64 int2-g64 fp8-b128 bf16 f16 f32".split()
 FUSED = "int4-row int4-g64 int8-g64 bf16".split()
-BUFFER_BYTES = 400 << 20  # of matrices of one format
+BUFFER_BYTES = 400 << 20  # for the matrices of one format
 READ_BYTES = 256 << 20
 SECONDS = 0.4  # of one measurement
 EXPERTS = 8
@@ -68,24 +68,28 @@ class KernelBench:
         return self.reads[-1]
 
     def print_linear(self, name: str, num_bytes: int, work_of: Callable[[int], Work], rows: Sequence[int]) -> None:
-        """Print speed, MBU and GFLOP/s of products of WIDTH x HIDDEN for each number of token rows."""
-        read, columns = self.measure_read(), ""
+        """Print GB/s, MBU and GFLOP/s of products with a WIDTH x HIDDEN matrix, for each number of token rows."""
+        read = self.measure_read()
+        columns = ""
         for count in rows:
             seconds = self.seconds(work_of(count))
-            speed, flops = num_bytes / seconds / 1e9, 2 * count * WIDTH * HIDDEN / seconds / 1e9
+            speed = num_bytes / seconds / 1e9
+            flops = 2 * count * WIDTH * HIDDEN / seconds / 1e9
             columns += f"{speed:8.1f}{speed / read:6.2f}{flops:7.0f} "
         print(f"{name:11}{columns}", flush=True)
 
     def print_experts(self, name: str) -> None:
         """Print the speed of eight routed experts of one layer and one token, in one call."""
-        matrices = [make_weights(name, WIDTH, HIDDEN), make_weights(name, HIDDEN, WIDTH)]
-        count = min(len(matrices[0]) // 2, len(matrices[1]))
-        experts = [(matrices[0][2 * i], matrices[0][2 * i + 1], matrices[1][i]) for i in range(count)]
-        x, topk_weights, starts = torch.randn(1, HIDDEN), torch.full((EXPERTS,), 0.125), torch.arange(EXPERTS + 1)
-        rows, read = torch.zeros(EXPERTS, dtype=torch.int64), self.measure_read()
+        gates_and_ups, downs = make_weights(name, WIDTH, HIDDEN), make_weights(name, HIDDEN, WIDTH)
+        experts = list(zip(gates_and_ups[::2], gates_and_ups[1::2], downs, strict=False))
+        x = torch.randn(1, HIDDEN)
+        topk_weights = torch.full((EXPERTS,), 0.125)
+        starts = torch.arange(EXPERTS + 1)
+        rows = torch.zeros(EXPERTS, dtype=torch.int64)
+        read = self.measure_read()
 
-        def work(i):
-            active = [experts[(i * EXPERTS + e) % count] for e in range(EXPERTS)]
+        def work(i: int) -> None:
+            active = [experts[(i * EXPERTS + e) % len(experts)] for e in range(EXPERTS)]
             self.native.add_experts(torch.zeros_like(x), x, active, starts, rows, topk_weights)
 
         seconds = self.seconds(work)
@@ -95,18 +99,20 @@ class KernelBench:
 
 def make_weights(name: str, rows: int, columns: int) -> list[Weight]:
     """Random matrices of one format, with 16-bit scales, together far larger than the caches."""
-    fmt, matrix = FORMATS[name], torch.randn(rows, columns) * 0.02
+    fmt = FORMATS[name]
+    matrix = torch.randn(rows, columns) * 0.02
     scale_dtype = torch.float16 if fmt.is_integer else torch.float32
     size = align_to_line(fmt.num_bytes(rows, columns, scale_dtype.itemsize))
     data_at = fmt.num_bytes(rows, columns, scale_dtype.itemsize) - rows * fmt.row_bytes(columns)
-    arena, weights = Arena(BUFFER_BYTES), []
+    arena = Arena(BUFFER_BYTES)
+    weights: list[Weight] = []
     while arena.used + size <= BUFFER_BYTES:
         weight = view_weight(arena.allocate(size), fmt, rows, columns, data_at, 0, scale_dtype)
         if weights:
             weight.data.copy_(weights[0].data)
-            if fmt.has_scales:
+            if weight.scales is not None and weights[0].scales is not None:
                 weight.scales.copy_(weights[0].scales)
-        elif fmt is FP8:
+        elif fmt is FP8 and weight.scales is not None:
             weight.data[:], weight.scales[:] = quantize_fp8(matrix)
         elif fmt.is_integer:
             quantize_rows(weight, 0, matrix)
