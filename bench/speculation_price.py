@@ -8,6 +8,7 @@ from forward.chunk import Chunk
 from forward.model import Model
 from generate.draft import Drafter
 from generate.draft_length import DraftLength
+from generate.forward_time import ForwardCost
 from generate.proposers import Proposers
 from generate.sampler import uniform
 from generate.sequence import Drafts, Prefill, Sequence
@@ -117,5 +118,5 @@ class PricedDrafter(Drafter):
         self.meter.charge_forward(len(chunk.ids))
         super().observe(chunk, hidden, items)
 
-    def measure(self) -> tuple[float, float, int, int]:
-        return self.meter.now(), self.meter.wait_seconds, *self.meter.num_experts()
+    def measure(self) -> ForwardCost:
+        return ForwardCost(self.meter.now(), self.meter.wait_seconds, *self.meter.num_experts())
