@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from forward.finite import check_logits
 from forward.layers_forward import Progress, layers_forward
-from forward.lm_head import LOGIT_ROWS, lm_head
+from forward.lm_head import LOGIT_ROWS
 from forward.model import Model
+from forward.step import logits_after
 from generate.draft import Drafter, NoDraft
 from generate.sampler import TokenLogprobs, token_logprobs
 from generate.sequence import Drafts, Prefill, PromptChunks, Sequence, StepResult, accept
@@ -152,7 +152,7 @@ class Batch:
                 scores.append((item.logprobs, self.score(item, hidden[end - len(ids) : end], length - len(ids))))
         if len(rows) < end:
             hidden = hidden[rows]
-        logits = check_logits(lm_head(self.model, hidden), positions) if rows else hidden.new_empty(0, 0)
+        logits = logits_after(self.model, hidden, positions) if rows else hidden.new_empty(0, 0)
         for logprobs, more in scores:
             logprobs += more
         return list(logits.split([count for _, _, count in scheduled]))
@@ -165,7 +165,7 @@ class Batch:
         for start in range(0, len(targets), LOGIT_ROWS):
             some = targets[start : start + LOGIT_ROWS]
             positions = range(first + start, first + start + len(some))
-            logits = check_logits(lm_head(self.model, hidden[start : start + len(some)]), positions)
+            logits = logits_after(self.model, hidden[start : start + len(some)], positions)
             scores = token_logprobs(logits, some, prompt.top_logprobs or 0)
             out += [(token, *score) for token, score in zip(some, scores, strict=True)]
         return out

@@ -60,7 +60,7 @@ class Drafter(NoDraft):
     def propose(self, sequences: list[Sequence], prompt_chunks: PromptChunks = ()) -> Drafts:
         for prompt, _ in prompt_chunks:
             mtp = prompt.proposers.mtp if prompt.proposers else None
-            if mtp and mtp.hidden is not None and len(mtp.hidden) > MtpProposer.FEW:
+            if mtp and len(mtp.tokens) > MtpProposer.FEW:
                 mtp.advance()
         self.num_prompt_rows = sum(count for _, count in prompt_chunks)
         num_pending = [len(sequence.ids) - sequence.kv.length for sequence in sequences]
@@ -115,7 +115,7 @@ class Drafter(NoDraft):
     def limit_waiting(self, idle: list[tuple[MtpProposer | None, list[int]]]) -> None:
         """Run hidden rows through the MTP layer where too many wait, of sequences that need no draft of it now."""
         ready = [(mtp, ids) for mtp, ids in idle if mtp and mtp.is_ready]
-        if sum(len(mtp.hidden) for mtp, _ in ready if mtp.hidden is not None) > MtpProposer.MANY:
+        if sum(len(mtp.tokens) for mtp, _ in ready) > MtpProposer.MANY:
             catch_up(self.model, ready)
 
     def measure(self) -> ForwardCost:

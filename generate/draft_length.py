@@ -70,7 +70,7 @@ class DraftLength:
         for position in range(depth):
             assert proposer
             share = self.acceptance_at(proposer, position)
-            all_accepted *= share.optimistic if is_optimistic else share.known
+            all_accepted *= share.optimistic if is_optimistic else share.value
             out.append(all_accepted)
         return out
 
@@ -81,7 +81,7 @@ class DraftLength:
 
     def drafting_seconds(self, proposer: str) -> float:
         """Seconds of making one draft token."""
-        return self.drafting[proposer].known if proposer in self.drafting else 0.0
+        return self.drafting[proposer].value if proposer in self.drafting else 0.0
 
     # --- the choice ---
 
@@ -237,7 +237,7 @@ class DraftLength:
         yield f"[draft] accepted by position: {' | '.join(words)} | forwards by draft tokens{batched}: {depths}"
         rows = self.time.rows
         often = sorted(rows, key=lambda n: -rows[n].forwards)[: MAX_DEPTH + 1]
-        more = [f"{n} rows {rows[n].experts.known:.1f}" for n in sorted(often)]
+        more = [f"{n} rows {rows[n].experts.value:.1f}" for n in sorted(often)]
         line = f"[draft] experts per forward: {', '.join(more)}"
         if count := self.planned[0]:
             tokens, seconds, measured_tokens, measured_seconds = (number / count for number in self.planned[1:])

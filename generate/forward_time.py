@@ -30,26 +30,21 @@ class ForwardCost(NamedTuple):
 class DecayedRatio:
     """A slowly decaying mean of a / b, from sums of a and of b."""
 
-    def __init__(self, prior: float | None = None, weight: float = 0.0):
-        self.a, self.b = (prior or 0.0) * weight, weight
+    def __init__(self, prior: float = 0.0, weight: float = 0.0):
+        self.a, self.b = prior * weight, weight
 
     def add(self, a: float, b: float = 1.0) -> None:
         self.a, self.b = DECAY * self.a + a, DECAY * self.b + b
 
     @property
-    def value(self) -> float | None:
-        """None before the first sample of a mean without a prior."""
-        return self.a / self.b if self.b else None
-
-    @property
-    def known(self) -> float:
-        """The value, 0 where there is none."""
-        return self.value or 0.0
+    def value(self) -> float:
+        """0 before the first sample of a mean without a prior."""
+        return self.a / self.b if self.b else 0.0
 
     @property
     def optimistic(self) -> float:
         """Of a share: half a standard error above its value."""
-        return min(1.0, self.known + math.sqrt(self.known * (1 - self.known) / (self.b + 1)) / 2)
+        return min(1.0, self.value + math.sqrt(self.value * (1 - self.value) / (self.b + 1)) / 2)
 
 
 class RowTimes:
@@ -96,22 +91,22 @@ class ForwardTime:
     def seconds(self, num_rows: int) -> float:
         """Expected seconds of a forward with num_rows rows; at least one must have been added."""
         arithmetic, experts = self.parts(num_rows)
-        return max(0.0, arithmetic) + experts * self.miss_rate.known * self.wait.known
+        return max(0.0, arithmetic) + experts * self.miss_rate.value * self.wait.value
 
     def parts(self, num_rows: int) -> tuple[float, float]:
         """-> (seconds without waiting, distinct experts)."""
         at = bisect_left(self.known, num_rows)
         below, above = self.known[max(0, at - 1) : at], self.known[at : at + 1]
         if above == [num_rows]:
-            return self.rows[num_rows].arithmetic, self.rows[num_rows].experts.known
+            return self.rows[num_rows].arithmetic, self.rows[num_rows].experts.value
         if not below or not above or above[0] > 2 * num_rows:  # so far above nothing follows from it
             return self.scaled((below or above)[0], num_rows)
         low, high, part = self.rows[below[0]], self.rows[above[0]], (num_rows - below[0]) / (above[0] - below[0])
         arithmetic = low.arithmetic + part * (high.arithmetic - low.arithmetic)
-        return arithmetic, low.experts.known + part * (high.experts.known - low.experts.known)
+        return arithmetic, low.experts.value + part * (high.experts.value - low.experts.value)
 
     def scaled(self, near: int, num_rows: int) -> tuple[float, float]:
         """As `parts`, from forwards with another number of rows alone."""
         rows = self.rows[near]
         growth = (1 + ROW_COST * (num_rows - 1)) / (1 + ROW_COST * (near - 1))
-        return rows.arithmetic * growth, rows.experts.known * (num_rows / near) ** UNION_GROWTH
+        return rows.arithmetic * growth, rows.experts.value * (num_rows / near) ** UNION_GROWTH

@@ -10,11 +10,6 @@ class HeadKvCache:
     """Keys and values [layers, rows, capacity, heads, head_dim], a row for each sequence, zeros at first. `extra` is
     what a model keeps beside them: tensors whose first dimension is the row, cloned and dropped with it."""
 
-    keys: Tensor
-    values: Tensor
-    lengths: Tensor  # int32 [rows], all equal
-    extra: dict[str, Tensor]
-
     def __init__(
         self,
         num_layers: int,
@@ -28,8 +23,8 @@ class HeadKvCache:
         shape = (num_layers, num_rows, capacity, num_heads, head_dim)
         self.keys = torch.zeros(shape, dtype=dtype, device=device)
         self.values = torch.zeros(shape, dtype=dtype, device=device)
-        self.lengths = torch.zeros(num_rows, dtype=torch.int32, device=device)
-        self.extra = {}
+        self.lengths = torch.zeros(num_rows, dtype=torch.int32, device=device)  # all equal
+        self.extra: dict[str, Tensor] = {}
 
     @property
     def num_rows(self) -> int:

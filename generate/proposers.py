@@ -57,13 +57,13 @@ class MtpProposer:
     def __init__(self, model: Model, kv: KvCache):
         self.model, self.kv = model, kv
         self.first = kv.length  # position of the first waiting row
-        self.hidden: Tensor | None = None  # [T, D] behind the final norm, the rows that wait
+        self.hidden = torch.empty(0, model.config.hidden_size)  # [T, D] behind the final norm, the rows that wait
         self.tokens: list[int] = []  # at their positions
 
     @property
     def is_ready(self) -> bool:
         """Whether the row before the next token waits. It does not after a forward that failed."""
-        return self.hidden is not None and 0 < self.kv.length - self.first <= len(self.hidden)
+        return 0 < self.kv.length - self.first <= len(self.hidden)
 
     def clone(self, kv: KvCache) -> "MtpProposer":
         """The same on a clone of the KV cache."""
@@ -76,7 +76,7 @@ class MtpProposer:
         the layer at once, except the last; not in a forward that verifies draft tokens, whose experts are counted."""
         tokens = chunk.ids[segment.rows].tolist()
         num_waiting = segment.first_position - self.first
-        if self.hidden is not None and 0 <= num_waiting <= len(self.hidden):
+        if 0 <= num_waiting <= len(self.hidden):
             self.hidden = torch.cat([self.hidden[:num_waiting], hidden])
             self.tokens = self.tokens[:num_waiting] + tokens
         else:
@@ -88,13 +88,11 @@ class MtpProposer:
 
     def advance(self) -> None:
         """Run the rows that wait through the layer; not the last, whose next token is not known yet."""
-        assert self.hidden is not None
         mtp(self.model, [(self.tokens[1:], self.kv)], self.hidden[:-1])
         self.drop(len(self.hidden) - 1)
 
     def pop_waiting(self, ids: list[int]) -> tuple[list[int], Tensor]:
         """-> (tokens that follow the rows that wait, these rows [T, D]); they wait no more."""
-        assert self.hidden is not None
         rows = self.hidden[: self.kv.length - self.first]
         tokens = ids[self.first + 1 : self.first + 1 + len(rows)]
         self.drop(len(rows))
@@ -102,13 +100,12 @@ class MtpProposer:
 
     def drop(self, count: int) -> None:
         """The first `count` rows wait no more."""
-        assert self.hidden is not None
         self.first, self.hidden, self.tokens = self.first + count, self.hidden[count:], self.tokens[count:]
 
     def resume(self, ids: list[int]) -> None:
         """Continue with another text, of which the KV cache holds the first kv.length ids."""
-        if self.hidden is None or self.first > self.kv.length:
-            self.first, self.hidden, self.tokens = self.kv.length, None, []
+        if not self.tokens or self.first > self.kv.length:
+            self.first, self.hidden, self.tokens = self.kv.length, self.hidden[:0].clone(), []
         elif self.first < self.kv.length:
             catch_up(self.model, [(self, ids)])
 

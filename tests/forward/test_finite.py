@@ -22,10 +22,10 @@ NAN, INF = float("nan"), float("inf")
 @pytest.mark.parametrize("sampler", [Sampler(), Sampler(0.8, 0.9, seed=1)], ids=["greedy", "0.8"])
 def test_one_bad_logit_is_warned_about_and_never_sampled(load, monkeypatch, bad, sampler):
     """The best token's logit is bad: the tokens come from the others, and from more than one of them."""
-    import generate.batch
+    import forward.step
 
     ref, _ = reference("glm_moe_dsa")
-    model, plain = load(FIXTURES / "glm_moe_dsa").model, generate.batch.lm_head
+    model, plain = load(FIXTURES / "glm_moe_dsa").model, forward.step.lm_head
     bad_id = ref["greedy"]["continuation"][0]
 
     def lm_head(model, hidden):
@@ -33,7 +33,7 @@ def test_one_bad_logit_is_warned_about_and_never_sampled(load, monkeypatch, bad,
         logits[:, bad_id] = bad
         return logits
 
-    monkeypatch.setattr(generate.batch, "lm_head", lm_head)
+    monkeypatch.setattr(forward.step, "lm_head", lm_head)
     kv = make_kv_cache(model.config, 40)
     with pytest.warns(NonFiniteWarning, match=rf"1 of 512 logits after position \d+ \(id {bad_id} first\)"):
         tokens = list(spec_decode(model, kv, ref["greedy"]["prompt"], sampler, 24))
