@@ -144,11 +144,9 @@ class KvFileStore:
         found = parse_json_object(line, f"{path.name}:")
         expected = self.header | {"name": name}
         for key in expected.keys() | found.keys():
-            if json.dumps(found.get(key)) != json.dumps(expected.get(key)):
-                raise Refused(
-                    f"it was saved with {key} {shorten(json.dumps(found.get(key)))}, "
-                    f"this run has {shorten(json.dumps(expected.get(key)))}"
-                )
+            theirs, ours = json.dumps(found.get(key)), json.dumps(expected.get(key))
+            if theirs != ours:
+                raise Refused(f"it was saved with {key} {shorten(theirs)}, this run has {shorten(ours)}")
 
     def next_record(self, file: BinaryIO, saved: SavedConversation, size: int) -> Record | None:
         """The record after those of `saved`, its rows unread; None where no complete one follows."""
