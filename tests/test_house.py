@@ -1,4 +1,4 @@
-"""The house: imports go one way, the environment is read once, documents and code say the same."""
+"""The layout of the tree: imports go one way, the environment is read once, documents match the code."""
 
 import ast
 import re
@@ -14,15 +14,15 @@ from dev.model_table import DOCUMENT, table
 from settings import IGNORED, RENAMED, VARIABLES
 from tests.conftest import ROOT
 
-# An import may point to the left, or stay.
+# An import may point to the left, or to the same room.
 ROOMS = "errors kernels machine settings snapshot text experts forward load generate server modes".split()
-DOORS = ("colibri", "scripts", "dev", "bench", "tests")
+ENTRY_POINTS = ("colibri", "scripts", "dev", "bench", "tests")
 PRODUCT = (*ROOMS, "colibri", "scripts")
 MAX_LINES = 600
 MAX_PRODUCT_LINES = 350
 LONGER = ("kernels/csrc/simd.h",)
 MAX_README_LINES = 130
-# Words that readers from the field do not know, and what they know instead (docs/glossary.md).
+# Words that readers from the field do not know, and the field's term (docs/glossary.md).
 PRIVATE_WORDS = {
     r"KV state|timeline": "KV cache",
     r"governor": "draft length",
@@ -70,14 +70,14 @@ def test_imports_go_one_way():
         room = ROOMS.index(room_of(path))
         for name in imports_of(path):
             top = name.split(".")[0]
-            assert top not in DOORS, f"{path} imports {name}, which is above all rooms"
+            assert top not in ENTRY_POINTS, f"{path} imports {name}, which is above all rooms"
             assert top not in ROOMS or ROOMS.index(top) <= room, f"{path} imports {name}: an arrow back"
             assert top not in ("transformers", "openai", "lm_eval"), (
                 f"{path} imports {name}, a tool of tests and scripts"
             )
 
 
-def test_kernels_know_arrays_alone():
+def test_kernels_import_only_torch_and_each_other():
     """Torch and each other; what compiles and opens the C kernels may use the standard library too."""
     for path in project_files("kernels/*.py"):
         assert {name.split(".")[0] for name in imports_of(path)} <= {"torch", "kernels", *sys.stdlib_module_names}
@@ -109,7 +109,7 @@ def test_first_lines_name_the_thing():
         assert not re.match(r"(What|Whether|Who)\b", house_table.first_sentence(path)), path
 
 
-def test_product_code_speaks_the_words_of_the_field():
+def test_product_code_uses_the_terms_of_the_field():
     for path in project_files():
         if room_of(path) in PRODUCT and path.endswith(house_table.SUFFIXES):
             text = (ROOT / path).read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""dev/quality.py: orders that must hold, numbers against their definitions, and what it refuses."""
+"""dev/quality.py: order of the results, numbers against their definitions, refusals."""
 
 import json
 import math
@@ -54,7 +54,7 @@ def run(capsys, *arguments):
 
 
 @pytest.mark.slow
-def test_fewer_bits_cost_more_and_rounded_activations_little(texts, capsys):
+def test_fewer_bits_cost_more_and_quantized_activations_little(texts, capsys):
     names = "int8-g64 int4-g64 int4-g64:max int4-row int2-g64".split()
     code, out, _ = run(capsys, "--texts", texts, "--tokens", TOKENS, "--json", "--formats", *names)
     assert code == 0
@@ -101,7 +101,7 @@ def test_divergence_and_error_are_as_defined():
     assert quality.paired_error([3.0], [2.0], [10]) is None
 
 
-def test_rows_are_taken_all_over_the_texts(texts):
+def test_rows_are_sampled_from_all_of_the_texts(texts):
     rows = quality.load_rows(texts, EMBEDDED_SNAPSHOT, 0)
     assert len(rows) > 1 and {len(ids) for ids in rows} == {1025}
     assert quality.load_rows(texts, EMBEDDED_SNAPSHOT, 10**9) == rows

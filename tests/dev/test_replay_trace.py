@@ -1,4 +1,4 @@
-"""Route traces: what is written is read back, and replays of small traces have the hits one counts by hand."""
+"""Route traces: written and read back; replays of small traces have the hits counted by hand."""
 
 import csv
 import json
@@ -70,7 +70,7 @@ def test_the_trace_of_another_model_is_refused_and_left_alone(tmp_path):
         write(path, EVENTS, num_experts=16)
 
 
-def test_a_place_that_cannot_be_written_is_refused(tmp_path):
+def test_a_path_that_cannot_be_written_is_refused(tmp_path):
     for path in (tmp_path, tmp_path / "no" / "run.jsonl"):
         with pytest.raises(Refused, match=re.escape(str(path))):
             RouteTrace(path, **IDENTITY)
@@ -167,7 +167,7 @@ TOKEN = st.lists(st.sets(st.integers(0, 5), min_size=1, max_size=3), min_size=2,
 
 
 @given(st.lists(st.tuples(TOKEN, st.integers(1, 3)), min_size=1, max_size=25), st.integers(1, 12), st.integers(0, 20))
-def test_no_policy_passes_belady(tokens, capacity, warm):
+def test_no_policy_beats_belady(tokens, capacity, warm):
     events = [
         (layer, rows, dict.fromkeys(sorted(chosen), rows))
         for token, rows in tokens

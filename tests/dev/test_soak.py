@@ -34,7 +34,7 @@ def test_one_round_is_always_completed(capsys):
     assert code == 0 and verdict.startswith("soak: passed | rounds: 1 | "), verdict
 
 
-def test_a_lost_slot_is_reported(capsys, monkeypatch):
+def test_a_leaked_expert_slot_is_reported(capsys, monkeypatch):
     def check(self):
         raise AssertionError("layer 1 has 3 slots of 4")
 

@@ -131,12 +131,12 @@ def test_trace_routing_is_skewed_and_changes_slowly(routed):
 
 
 def test_trace_routing_follows_the_context(routed, load):
-    """The trap: embeddings that drown all else make the route a function of the token id, and any predictor shine."""
+    """Too large embeddings would make the route a function of the token id, and any predictor perfect."""
     numbers, folder = routed("trace")
     model, ids = load(folder, cap=256).model, full_ids(folder)
     far = numbers["overlap, same id beyond 256"]
     assert far < 0.4 and far < 0.75 * numbers["overlap, same id within 16"]
-    assert far > 1.5 * numbers["overlap, other id 256 apart"]  # the token has a say too
+    assert far > 1.5 * numbers["overlap, other id 256 apart"]  # the token matters too
     # One id at the end of two different texts, at the same position.
     routes = [record_routes(model, text + [5])[0] for text in (ids[:200], ids[500:700])]
     shared = [len(set(a[-1]) & set(b[-1])) / 8 for a, b in zip(*routes, strict=True)]
@@ -241,7 +241,7 @@ def test_bad_usage_is_refused(tmp_path, capsys):
         (KeyboardInterrupt(), 130, "make_synthetic: interrupted; {}"),
     ],
 )
-def test_a_run_that_breaks_off_says_so_in_a_line(error, code, message, tmp_path, capsys, monkeypatch):
+def test_a_failed_run_is_one_line(error, code, message, tmp_path, capsys, monkeypatch):
     plain, folder = Shard.write, tmp_path / "s"
 
     def breaking_off(shard, *rest, **options):

@@ -208,7 +208,7 @@ def test_small_experts_are_not_measured(disk, tmp_path):
 
 
 @pytest.mark.parametrize("variables", [{"READ_MODE": "direct"}, {"READ_MODE": "buffered"}, {"SNAP_MIRROR": "mirror"}])
-def test_no_way_of_reading_changes_the_logits(load, mirror, variables):
+def test_read_modes_and_mirrors_do_not_change_the_logits(load, mirror, variables):
     ids = reference(NAME)[0]["seq"]
     plain = all_logits(load(FIXTURES / NAME, cap=2).model, ids)
     variables = {name: mirror if value == "mirror" else value for name, value in variables.items()}

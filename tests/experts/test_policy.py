@@ -65,7 +65,7 @@ def test_ties_go_to_the_oldest_use_then_the_lowest_id():
     assert evict_all(policy) == [(1, 0), (1, 1), (1, 2)]
 
 
-def test_of_equal_experts_that_of_the_layer_just_computed_is_evicted():
+def test_ties_evict_an_expert_of_the_layer_just_computed():
     """Its next use is the farthest away, whichever layer runs."""
     for running in LAYERS:
         policy = filled(floor=0)
@@ -77,7 +77,7 @@ def test_of_equal_experts_that_of_the_layer_just_computed_is_evicted():
         assert policy.victim(()) == (running, 0)
 
 
-def test_popularity_outlives_a_passing_use():
+def test_a_frequently_used_expert_outlives_a_recent_one():
     """An expert of many tokens stays although another was used later: LRU would evict it."""
     policy = filled(layers=[1], num_experts=2, floor=0)
     for _ in range(100):

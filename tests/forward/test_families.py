@@ -1,4 +1,4 @@
-"""Every model type, under each naming: transformers' numbers, modes, batches, draft tokens, costs and conversion."""
+"""Every model type and naming: equality with transformers, modes, batches, draft tokens, costs and conversion."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""DraftLength: the draft depth that pays is found, kept and tried anew."""
+"""DraftLength: the best draft depth is found, kept and tried again."""
 
 import random
 
@@ -7,15 +7,15 @@ import pytest
 from generate.draft_length import FIRST_PAUSE, MAX_DEPTH, DraftLength
 from generate.forward_time import ForwardCost, ForwardTime
 
-EXPERTS = 40  # that one row asks for
+EXPERTS = 40  # requested by one token row
 
 
-class Machine:
-    """Forwards whose cost is known: seconds of arithmetic for each row, seconds for a missed expert, and how often
-    draft tokens are accepted."""
+class SimulatedForwards:
+    """Forwards of known cost: seconds of arithmetic for each row, seconds for a missed expert, and the acceptance rate
+    of draft tokens."""
 
-    def __init__(self, row=0.1, missing=0.0, wait=0.01, right=0.8, making=0.005, seed=1):
-        self.row, self.missing, self.wait, self.right, self.making = row, missing, wait, right, making
+    def __init__(self, row=0.1, missing=0.0, wait=0.01, acceptance=0.8, making=0.005, seed=1):
+        self.row, self.missing, self.wait, self.acceptance, self.making = row, missing, wait, acceptance, making
         self.random = random.Random(seed)
 
     def cost(self, depth):
@@ -24,12 +24,12 @@ class Machine:
         return 0.1 + self.row * 0.1 * depth + waited, waited, experts, experts * self.missing
 
     def run(self, controller, forwards, offers=None):
-        """-> (tokens, seconds) of so many forwards."""
+        """-> (tokens, seconds) of that many forwards."""
         tokens = seconds = 0
         for _ in range(forwards):
             [(source, depth)] = controller.choose([offers or {"MTP": MAX_DEPTH}])
             accepted = 0
-            while accepted < depth and self.random.random() < self.right:
+            while accepted < depth and self.random.random() < self.acceptance:
                 accepted += 1
             took, *rest = self.cost(depth)
             controller.update([(source, depth, accepted)], 1, {source: depth * self.making}, ForwardCost(took, *rest))
@@ -38,26 +38,26 @@ class Machine:
 
 
 def rate(machine, depth):
-    """Tokens a second in the long run at a fixed depth."""
-    tokens = sum(machine.right**i for i in range(depth + 1))
+    """Expected tokens a second at a fixed depth."""
+    tokens = sum(machine.acceptance**i for i in range(depth + 1))
     return tokens / (machine.cost(depth)[0] + depth * machine.making)
 
 
 MACHINES = {
     "in memory, good": dict(),
-    "in memory, bad": dict(right=0.1),
-    "in memory, useless": dict(right=0.0),
-    "rows are expensive": dict(row=1.0, right=0.6),
-    "from disk, good": dict(missing=0.6, right=0.9),
-    "from disk, fair": dict(missing=0.6, right=0.5),
-    "from disk, useless": dict(missing=0.6, right=0.0),
-    "half from disk": dict(missing=0.2, right=0.7),
+    "in memory, bad": dict(acceptance=0.1),
+    "in memory, useless": dict(acceptance=0.0),
+    "rows are expensive": dict(row=1.0, acceptance=0.6),
+    "from disk, good": dict(missing=0.6, acceptance=0.9),
+    "from disk, fair": dict(missing=0.6, acceptance=0.5),
+    "from disk, useless": dict(missing=0.6, acceptance=0.0),
+    "half from disk": dict(missing=0.2, acceptance=0.7),
 }
 
 
 @pytest.mark.parametrize("options", MACHINES.values(), ids=MACHINES)
 def test_within_a_few_percent_of_the_best_depth(options):
-    machine, controller = Machine(**options), DraftLength()
+    machine, controller = SimulatedForwards(**options), DraftLength()
     tokens, seconds = machine.run(controller, 3000)
     best = max(rate(machine, depth) for depth in range(MAX_DEPTH + 1))
     assert tokens / seconds > 0.95 * best
@@ -65,32 +65,32 @@ def test_within_a_few_percent_of_the_best_depth(options):
 
 
 @pytest.mark.parametrize("options", MACHINES.values(), ids=MACHINES)
-def test_a_short_answer_is_not_slowed_down(options):
-    machine = Machine(**options)
+def test_a_short_generation_is_not_slowed_down(options):
+    machine = SimulatedForwards(**options)
     runs = [machine.run(DraftLength(), 100) for _ in range(40)]
     assert sum(tokens for tokens, _ in runs) / sum(seconds for _, seconds in runs) > 0.95 * rate(machine, 0)
 
 
 def test_a_change_of_acceptance_is_followed():
     """A topic on which drafts are accepted, after one on which they never were; and back."""
-    controller, machine = DraftLength(), Machine(right=0.0)
+    controller, machine = DraftLength(), SimulatedForwards(acceptance=0.0)
     machine.run(controller, 1500)
-    machine.right = 0.9
+    machine.acceptance = 0.9
     machine.run(controller, 1000)
     tokens, seconds = machine.run(controller, 500)
     assert tokens / seconds > 0.9 * max(rate(machine, depth) for depth in range(MAX_DEPTH + 1))
-    machine.right = 0.0
+    machine.acceptance = 0.0
     machine.run(controller, 300)
     tokens, seconds = machine.run(controller, 500)
     assert tokens / seconds > 0.95 * rate(machine, 0)
 
 
 def test_the_better_proposer_is_chosen():
-    controller, machine = DraftLength(), Machine()
+    controller, machine = DraftLength(), SimulatedForwards()
     for _ in range(200):
-        for source, right in (("MTP", 0.3), ("long n-gram", 0.95)):
-            machine.right = right
-            accepted = sum(1 for _ in range(3) if machine.random.random() < right)
+        for source, acceptance in (("MTP", 0.3), ("long n-gram", 0.95)):
+            machine.acceptance = acceptance
+            accepted = sum(1 for _ in range(3) if machine.random.random() < acceptance)
             controller.update([(source, 3, accepted)], 1, {source: 0.015}, ForwardCost(*machine.cost(3)))
             controller.update([(None, 0, 0)], 1, {}, ForwardCost(*machine.cost(0)))
     chosen = [controller.choose([{"MTP": 8, "long n-gram": 4}])[0][0] for _ in range(FIRST_PAUSE - 1)]
@@ -112,7 +112,7 @@ def test_without_offers_there_is_no_draft():
 
 
 def test_the_statistics():
-    controller, machine = DraftLength(), Machine(right=1.0)
+    controller, machine = DraftLength(), SimulatedForwards(acceptance=1.0)
     machine.run(controller, 60)
     first, second = controller.summary_lines()
     assert (
@@ -129,7 +129,7 @@ def test_the_statistics():
 # --- several sequences in one forward ---------------------------------------------------------------------------------
 
 
-class Batch(Machine):
+class SimulatedBatch(SimulatedForwards):
     """Forwards over several sequences. Drafts of some of them are accepted less often."""
 
     def __init__(self, num_rows=8, noise=0.0, **options):
@@ -143,43 +143,43 @@ class Batch(Machine):
         arithmetic = (0.1 + self.row * 0.1 * (rows - 1)) * (1 + self.noise * self.random.uniform(-1, 1))
         return arithmetic + waited, waited, experts, experts * self.missing
 
-    def rights(self):
-        """For each sequence how often its drafts are accepted."""
-        return [self.right] * self.num_rows
+    def acceptances(self):
+        """The acceptance rate of each sequence."""
+        return [self.acceptance] * self.num_rows
 
     def run(self, controller, forwards, offers=None):
         tokens = seconds = 0
         for _ in range(forwards):
             choices = controller.choose(offers or [{"MTP": MAX_DEPTH}] * self.num_rows, room=56)
             turns = []
-            for (source, depth), right in zip(choices, self.rights(), strict=True):
+            for (source, depth), acceptance in zip(choices, self.acceptances(), strict=True):
                 accepted = 0
-                while accepted < depth and self.random.random() < right:
+                while accepted < depth and self.random.random() < acceptance:
                     accepted += 1
                 turns.append((source, depth, accepted))
             num_drafts = sum(depth for _, depth, _ in turns)
             took, *rest = self.cost(num_drafts)
-            by_head = sum(depth for source, depth, _ in turns if source == "MTP")
-            making = {"MTP": by_head * self.making, "n-gram": 0.0, "long n-gram": 0.0}
+            by_mtp = sum(depth for source, depth, _ in turns if source == "MTP")
+            making = {"MTP": by_mtp * self.making, "n-gram": 0.0, "long n-gram": 0.0}
             controller.update(turns, self.num_rows, making, ForwardCost(took, *rest))
             tokens += sum(1 + accepted for _, _, accepted in turns)
             seconds += took + making["MTP"]
         return tokens, seconds
 
     def rate(self, depth):
-        """Tokens a second in the long run if each sequence makes `depth` draft tokens."""
+        """Expected tokens a second if each sequence has `depth` draft tokens."""
         num_drafts = depth * self.num_rows
         noise, self.noise = self.noise, 0.0
         took = self.cost(num_drafts)[0] + num_drafts * self.making
         self.noise = noise
-        return self.num_rows * sum(self.right**i for i in range(depth + 1)) / took
+        return self.num_rows * sum(self.acceptance**i for i in range(depth + 1)) / took
 
 
 @pytest.mark.parametrize("num_rows", [2, 16])
 @pytest.mark.parametrize("noise", [0.0, 0.1])
 @pytest.mark.parametrize("options", MACHINES.values(), ids=MACHINES)
 def test_several_sequences_within_a_few_percent_of_the_best_depth(options, noise, num_rows):
-    machine, controller = Batch(num_rows, noise, **options), DraftLength()
+    machine, controller = SimulatedBatch(num_rows, noise, **options), DraftLength()
     tokens, seconds = machine.run(controller, 400)
     best = max(machine.rate(depth) for depth in range(min(MAX_DEPTH, 56 // num_rows) + 1))
     assert tokens / seconds > 0.95 * best
@@ -187,13 +187,13 @@ def test_several_sequences_within_a_few_percent_of_the_best_depth(options, noise
 
 
 def test_only_sequences_with_good_proposers_draft():
-    """Long matches of some are accepted, short ones of others hardly ever, where rows are expensive."""
+    """Long n-gram matches of some are accepted, short ones of others hardly ever, and rows are expensive."""
 
-    class Some(Batch):
-        def rights(self):
+    class Mixed(SimulatedBatch):
+        def acceptances(self):
             return [0.95, 0.05] * 4
 
-    controller, machine = DraftLength(), Some(row=0.2, making=0.0)
+    controller, machine = DraftLength(), Mixed(row=0.2, making=0.0)
     offers = [{"long n-gram": 6}, {"n-gram": 6}] * 4
     machine.run(controller, 400, offers)
     choices = controller.choose(offers)
@@ -201,8 +201,8 @@ def test_only_sequences_with_good_proposers_draft():
     assert sum(depth for _, depth in choices[1::2]) <= 1  # a trial at most
 
 
-def test_each_sequence_uses_the_proposer_that_it_has():
-    controller, machine = DraftLength(), Batch(3)
+def test_each_sequence_uses_its_own_proposers():
+    controller, machine = DraftLength(), SimulatedBatch(3)
     machine.run(controller, 60, [{"MTP": 4}, {"long n-gram": 4}, {}])
     for _ in range(4):  # a trial lasts no longer
         machine.run(controller, 1, [{"MTP": 4}, {"long n-gram": 4}, {}])
@@ -212,7 +212,7 @@ def test_each_sequence_uses_the_proposer_that_it_has():
 
 
 def test_drafts_stay_within_the_room():
-    controller, machine = DraftLength(), Batch(8, right=1.0)
+    controller, machine = DraftLength(), SimulatedBatch(8, acceptance=1.0)
     machine.run(controller, 200)
     assert sum(depth for _, depth in controller.choose([{"MTP": MAX_DEPTH}] * 8)) > 20
     for room in (0, 1, 5, 20):
@@ -221,8 +221,8 @@ def test_drafts_stay_within_the_room():
     assert DraftLength("3").choose([{"MTP": 3}] * 4, room=3) == [(None, 0)] * 4
 
 
-def test_the_cost_of_a_number_of_rows_that_no_forward_had():
-    """Between two that are known on the line between them, else in proportion to the nearest."""
+def test_the_cost_of_a_number_of_rows_not_seen_yet():
+    """Interpolated between two known ones, else scaled from the nearest."""
     time = ForwardTime()
     for rows, seconds, experts in ((4, 1.0, 40), (8, 2.0, 60)):
         time.add(rows, ForwardCost(seconds, 0.0, experts, 0))

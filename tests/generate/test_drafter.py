@@ -26,14 +26,14 @@ def model(load):
     return load(FIXTURES / NAME, DRAFT="auto", cap=3).model
 
 
-def test_ngrams_take_the_longest_match_and_of_equals_the_latest():
+def test_ngrams_use_the_longest_then_the_latest_match():
     source = NgramProposer()
     text = [1, 2, 3, 4, 9, 8, 3, 4, 7, 7, 3, 4]
     assert source.propose(text, 3) == ("n-gram", [7, 7, 3])
     assert source.propose([*text, 9, 8, 3, 4], 2) == ("long n-gram", [7, 7])
     assert NgramProposer().propose([5, 6, 7], 4) == ("n-gram", [])
     assert NgramProposer().propose([5], 4) == ("n-gram", [])
-    assert NgramProposer().propose([5, 5, 5, 5, 5], 2)[1] == [5]  # what stands behind it, not more
+    assert NgramProposer().propose([5, 5, 5, 5, 5], 2)[1] == [5]  # only the tokens that followed
 
 
 def test_an_index_that_grows_equals_a_new_one():
@@ -43,8 +43,8 @@ def test_an_index_that_grows_equals_a_new_one():
         assert proposer.propose(text, 5) == NgramProposer().propose(text, 5)
 
 
-def test_mtp_drafts_of_several_rows_are_those_of_each_alone(load):
-    """At depths of their own, one of them behind by a few tokens; and the KV cache is as before."""
+def test_mtp_drafts_of_several_sequences_are_those_of_each_alone(load):
+    """At different depths, one of them a few tokens behind; the KV cache is as before."""
     model = load(EMBEDDED_SNAPSHOT, DRAFT="auto").model
     text, rows = TINY["full_ids"], []
     for length in (20, 33, 47):
@@ -57,10 +57,10 @@ def test_mtp_drafts_of_several_rows_are_those_of_each_alone(load):
     for source, ids, depth in rows:
         alone += draft_by_mtp(model, [(source.clone(source.kv.clone()), ids, depth)])
     assert [len(draft) for draft in alone] == [1, 4, 3]
-    asked, plain = [], model.experts.request
-    model.experts.request = lambda layer, *more: asked.append(layer) or plain(layer, *more)
+    requested, plain = [], model.experts.request
+    model.experts.request = lambda layer, *more: requested.append(layer) or plain(layer, *more)
     assert draft_by_mtp(model, rows) == alone
-    assert asked == [model.config.num_layers] * 4  # once for all rows
+    assert requested == [model.config.num_layers] * 4  # once for all sequences
     for source, _, _ in rows:
         assert source.kv.mtp_base + source.kv.mtp_length == source.kv.length == source.first
 

@@ -1,4 +1,4 @@
-"""Engine: one prefill, N rows in lock-step, tools with forced tokens; on our model and on scripted ones."""
+"""Engine: one prefill, N sequences in lock-step, tools with forced tokens; on our model and on scripted ones."""
 
 from types import SimpleNamespace
 
@@ -29,7 +29,7 @@ BOS, END, START, STOP, OUT, OUT_END = 256, 257, 258, 259, 260, 261
 VOCAB = 262
 
 
-class Bytes:
+class ByteTokenizer:
     """A tokenizer of bytes, with names for the specials above them."""
 
     def encode(self, text):
@@ -39,9 +39,9 @@ class Bytes:
         return bytes(i for i in ids if i < 256).decode(errors="replace")
 
 
-class Scripted:
-    """A model with a cache by heads. `script(row, ids so far) -> id` is what it wants next, or None for uniform
-    logits. It finds its history in the cache, so that a wrong clone or trim would show."""
+class ScriptedModel:
+    """A model with a cache by heads. `script(row, ids so far) -> id` is its next id, or None for uniform
+    logits. It reads its history from the cache, so that a wrong clone or trim would show."""
 
     def __init__(self, script):
         self.script, self.config = (
@@ -76,9 +76,9 @@ def uniform(*_):
     return None
 
 
-def says(*words):
+def emit_ids(*words):
     """A script: after the prompt of one id, these ids one after the other."""
-    ids = [i for word in words for i in (Bytes().encode(word) if isinstance(word, str) else [word])]
+    ids = [i for word in words for i in (ByteTokenizer().encode(word) if isinstance(word, str) else [word])]
     return lambda row, history: ids[len(history) - 1] if len(history) - 1 < len(ids) else END
 
 
@@ -86,13 +86,13 @@ CALCULATOR = Tool(START, STOP, OUT, OUT_END, calculate)
 
 
 def engine_of(script, tools=(), terminal_ids=(END, BOS)):
-    return Engine(Scripted(script), Bytes(), terminal_ids, tools)
+    return Engine(ScriptedModel(script), ByteTokenizer(), terminal_ids, tools)
 
 
 # --- nanochat's own tests ---------------------------------------------------------------------------------------------
 
 
-def test_rows_sample_their_own_first_token():
+def test_sequences_sample_their_own_first_token():
     first, _ = next(engine_of(uniform).generate([BOS], num_samples=16, max_tokens=5))
     assert len(set(first)) > 1
 
@@ -137,17 +137,17 @@ def test_top_k_keeps_exactly_k():
     assert p[[0, 2]].tolist() == [0, 0]
 
 
-# --- one prefill, rows that come and go -------------------------------------------------------------------------------
+# --- one prefill, sequences that end -------------------------------------------------------------------------------
 
 
-def test_one_prefill_whatever_the_number_of_rows_and_no_forward_too_many():
+def test_one_prefill_for_any_number_of_sequences_and_no_extra_forward():
     for count in (1, 7):
         engine = engine_of(uniform, terminal_ids=())
         assert len(list(engine.generate([BOS, 1, 2], num_samples=count, max_tokens=4))) == 4
         assert engine.model.calls == [(1, 3)] + [(count, 1)] * 3
     engine = engine_of(uniform)
     steps = engine.generate([BOS], num_samples=2, max_tokens=4)
-    assert engine.model.calls == []  # nothing runs before it is asked for
+    assert engine.model.calls == []  # nothing runs before the first next
     next(steps)
     assert engine.model.calls == [(1, 1)]
 
@@ -157,8 +157,8 @@ def test_as_many_tokens_as_the_model_has_positions():
     assert len(steps) == 8
 
 
-def test_rows_that_end_leave_the_forward_and_the_others_do_not_change(model, monkeypatch):
-    """Sampled rows with a terminal id that some sample early: each row equals the row of a run where none ends."""
+def test_sequences_that_end_leave_the_forward_and_the_others_do_not_change(model, monkeypatch):
+    """Sampled sequences with a terminal id that some sample early: each equals that of a run where none ends."""
     engine = Engine(model, terminal_ids=())
     whole, _ = engine.generate_batch(PROMPT, num_samples=6, max_tokens=16, temperature=2.0, seed=3)
     ends = {whole[1][len(PROMPT) + 2], whole[4][len(PROMPT) + 5]}
@@ -178,10 +178,10 @@ def test_rows_that_end_leave_the_forward_and_the_others_do_not_change(model, mon
     assert rows[-1] < 6 and rows == [1, *sorted(rows[1:], reverse=True)]
 
 
-def test_a_finished_row_repeats_its_terminal_id_with_mask_0():
+def test_a_finished_sequence_repeats_its_terminal_id_with_mask_0():
     script = lambda row, history: END if history[2:3] == [65] else 66  # noqa: E731
 
-    class FirstDiffers(Scripted):
+    class FirstDiffers(ScriptedModel):
         def forward(self, ids, kv_cache):
             logits = super().forward(ids, kv_cache)
             if ids.shape[1] == 2:  # the prompt: two first tokens are as likely
@@ -189,7 +189,7 @@ def test_a_finished_row_repeats_its_terminal_id_with_mask_0():
                 logits[:, -1, [65, 66]] = 50.0
             return logits
 
-    engine = Engine(FirstDiffers(script), Bytes(), (END,))
+    engine = Engine(FirstDiffers(script), ByteTokenizer(), (END,))
     steps = list(engine.generate([BOS, 1], num_samples=12, max_tokens=5, seed=1))
     ended = [row for row in range(12) if steps[0][0][row] == 65]
     assert 0 < len(ended) < 12
@@ -202,7 +202,7 @@ def test_a_finished_row_repeats_its_terminal_id_with_mask_0():
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_greedy_rows_equal_a_full_forward_for_every_token(model, count):
+def test_greedy_sequences_equal_a_full_forward_for_every_token(model, count):
     expected = naive_generate(model, PROMPT, 12, Sampler())
     assert expected == REF["greedy"]["continuation"][:12]
     sequences, _ = Engine(model, terminal_ids=()).generate_batch(
@@ -211,13 +211,13 @@ def test_greedy_rows_equal_a_full_forward_for_every_token(model, count):
     assert sequences == [PROMPT + expected] * count
 
 
-def test_sampled_rows_equal_a_full_forward_for_every_token(model):
+def test_sampled_sequences_equal_a_full_forward_for_every_token(model):
     sequences, _ = Engine(model, terminal_ids=()).generate_batch(PROMPT, num_samples=3, max_tokens=8, seed=9)
     for row, ids in enumerate(sequences):
         assert ids == PROMPT + naive_generate(model, PROMPT, 8, Sampler(1.0, seed=9, row=row))
 
 
-def test_an_expert_of_several_rows_is_asked_for_once(load):
+def test_an_expert_of_several_sequences_is_requested_once(load):
     model = load(EMBEDDED_SNAPSHOT, cap=4).model
     requests, plain = [], type(model.experts).request
     model.experts.request = lambda layer, uses, rows: (
@@ -238,7 +238,7 @@ def test_the_stop_ids_of_the_model_are_the_default(model):
 
 
 def test_a_tool_is_called_and_its_result_forced():
-    engine = engine_of(says(START, "6*7", STOP, " ok", END), tools=[CALCULATOR])
+    engine = engine_of(emit_ids(START, "6*7", STOP, " ok", END), tools=[CALCULATOR])
 
     def script(row, history):
         """Continues after the forced output."""
@@ -251,21 +251,21 @@ def test_a_tool_is_called_and_its_result_forced():
     assert masks == [0, 1, 1, 1, 1, 1, 0, 0, 0, 0, 1, 1, 1]
 
 
-def test_what_a_tool_declines_forces_nothing():
-    engine = engine_of(says(START, "os.exit()", STOP, "x", END), tools=[CALCULATOR])
+def test_a_tool_that_declines_forces_nothing():
+    engine = engine_of(emit_ids(START, "os.exit()", STOP, "x", END), tools=[CALCULATOR])
     [ids], [masks] = engine.generate_batch([BOS], max_tokens=40)
     assert ids == [BOS, START, *b"os.exit()", STOP, *b"x"] and set(masks[1:]) == {1}
 
 
 def test_without_tools_nothing_is_forced():
-    [ids], [masks] = engine_of(says(START, "6*7", STOP, END)).generate_batch([BOS], max_tokens=40)
+    [ids], [masks] = engine_of(emit_ids(START, "6*7", STOP, END)).generate_batch([BOS], max_tokens=40)
     assert ids == [BOS, START, *b"6*7", STOP] and set(masks[1:]) == {1}
 
 
-def test_rows_have_tool_states_of_their_own():
-    """One row calls a tool, the other does not: forced ids of the first never reach the second."""
+def test_sequences_have_their_own_tool_state():
+    """One sequence calls a tool, the other does not: forced ids of the first never reach the second."""
 
-    class Two(Scripted):
+    class Two(ScriptedModel):
         def forward(self, ids, kv_cache):
             logits = super().forward(ids, kv_cache)
             if ids.shape[1] == 2:
@@ -279,7 +279,7 @@ def test_rows_have_tool_states_of_their_own():
             return plain[len(history) - 3]
         return END if len(history) > 11 else 66
 
-    engine = Engine(Two(script), Bytes(), (END,), [CALCULATOR])
+    engine = Engine(Two(script), ByteTokenizer(), (END,), [CALCULATOR])
     sequences, masks = engine.generate_batch([BOS, 1], num_samples=10, max_tokens=20, seed=2)
     called = [BOS, 1, START, *b"1+1", STOP, OUT, *b"2", OUT_END]
     assert {tuple(ids) for ids in sequences} == {tuple(called), (BOS, 1, *[66] * 10)}
@@ -309,11 +309,11 @@ def test_bad_input_is_refused(prompt, options, message):
 
 def test_tools_need_a_tokenizer():
     with pytest.raises(ValueError, match="tools need a tokenizer"):
-        Engine(Scripted(uniform), tools=[CALCULATOR])
+        Engine(ScriptedModel(uniform), tools=[CALCULATOR])
 
 
 def test_a_model_that_does_not_advance_its_cache_is_refused():
-    model = Scripted(uniform)
+    model = ScriptedModel(uniform)
     model.forward = lambda ids, cache: torch.zeros(*ids.shape, VOCAB)
     with pytest.raises(ValueError, match="advanced its cache by 0 for 1 tokens"):
         next(Engine(model).generate([1]))

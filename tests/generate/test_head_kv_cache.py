@@ -27,7 +27,7 @@ def test_a_cache_by_heads():
     assert cache.length == 0
 
 
-def test_a_prefill_is_copied_to_every_row_with_its_extra_tensors():
+def test_a_prefill_is_copied_to_every_sequence_with_its_extra_tensors():
     one = HeadKvCache(2, 1, 5, 2, 4)
     keys = torch.randn(1, 5, 2, 4)
     for layer in range(2):

@@ -1,4 +1,4 @@
-"""Saved conversations: resumed by the same model alone; damaged, cut off or foreign ones start empty with a notice."""
+"""Saved conversations: resumed only by the same model; damaged, truncated or foreign ones start empty with a notice."""
 
 import copy
 import os
@@ -21,15 +21,15 @@ FOLDER = FIXTURES / NAME
 
 @pytest.fixture
 def begin(load, tmp_path):
-    """begin(**variables) -> a Scheduler that saves, after the one before has ended; begin.said: its notices."""
+    """begin(**variables) -> a Scheduler that saves, after the one before was closed; begin.notices: its notices."""
     running = []
 
     def begin(folder=FOLDER, slots=2, expert_bits=16, **variables):
         while running:
             running.pop().close()
         loaded = load(folder, expert_bits=expert_bits, **({"DRAFT": "3"} | variables))
-        begin.said = []
-        begin.files = KvFileStore(loaded, tmp_path / "cache", begin.said.append)
+        begin.notices = []
+        begin.files = KvFileStore(loaded, tmp_path / "cache", begin.notices.append)
         running.append(Scheduler(loaded, slots, store=begin.files))
         return running[-1]
 
@@ -58,11 +58,11 @@ def two_turns(begin):
     return text
 
 
-def anew(begin, text, words, folder=FOLDER, **variables):
-    """The next turn starts empty with a notice of the reason, and its answer is right."""
+def check_starts_empty(begin, text, words, folder=FOLDER, **variables):
+    """The next turn starts with an empty KV cache and a notice of the reason, and its answer is correct."""
     scheduler = begin(folder, **variables)
     cached, longer = turn(scheduler, [*text, 9])
-    assert cached == 0 and [line for line in begin.said if words in line] and len(begin.said) == 1, begin.said
+    assert cached == 0 and [line for line in begin.notices if words in line] and len(begin.notices) == 1, begin.notices
     scheduler.close()
     assert longer == [*text, 9, *reference_ids(scheduler.model, Request((*text, 9), 6))]
 
@@ -71,9 +71,9 @@ def test_a_conversation_survives(begin, tmp_path):
     text = two_turns(begin)
     scheduler = begin()
     cached, longer = turn(scheduler, [*text, 7])
-    assert cached == len(text) - 1 and begin.said == [f"[KV] conversation a: resumed with {len(text) - 1} tokens"]
+    assert cached == len(text) - 1 and begin.notices == [f"[KV] conversation a: resumed with {len(text) - 1} tokens"]
     cached, _ = turn(scheduler, longer[:20], name="b")
-    assert cached == 19  # another conversation may begin with what a slot holds
+    assert cached == 19  # another conversation may share the prefix in a KV slot
     scheduler.close()
     assert len(saved_files(tmp_path)) == 2 and all(path.stat().st_mode & 0o77 == 0 for path in saved_files(tmp_path))
     assert longer == [*text, 7, *reference_ids(scheduler.model, Request((*text, 7), 6))]
@@ -92,7 +92,7 @@ def test_load_restores_what_was_saved(load, oracle_folder, tmp_path, name):
     assert torch.equal(*(step(loaded.model, [([5, 6, 7], state)]) for state in (kv, other)))
 
 
-def test_a_turn_is_appended_and_replaced_records_do_not_pile_up(begin, tmp_path):
+def test_a_turn_is_appended_and_replaced_records_are_compacted(begin, tmp_path):
     scheduler = begin()
     _, text = turn(scheduler, PROMPT)
     scheduler.close()
@@ -104,7 +104,7 @@ def test_a_turn_is_appended_and_replaced_records_do_not_pile_up(begin, tmp_path)
     assert path.read_bytes()[: len(start)] == start and path.stat().st_size > len(start)
     row_bytes = begin.files.row_bytes
     scheduler = begin()
-    for i in range(8):  # the same question asked again, each time with other words at its end
+    for i in range(8):  # the same question again, each time with another end
         cached, _ = turn(scheduler, [*text[:20], 30 + i, *range(10)], 1)
         assert cached == 20
     scheduler.close()
@@ -114,7 +114,7 @@ def test_a_turn_is_appended_and_replaced_records_do_not_pile_up(begin, tmp_path)
 
 
 def test_a_crash_loses_the_last_turn_at_most(begin, tmp_path):
-    """At whatever byte the file ends, and whichever byte is another one."""
+    """Truncated at any byte, or with any byte changed."""
     text = two_turns(begin)
     scheduler = begin()
     scheduler.close()
@@ -134,10 +134,10 @@ def test_a_crash_loses_the_last_turn_at_most(begin, tmp_path):
     assert resumed(begin.files) == whole
     for end in (0, 10, data.index(b"\n") + 1, data.index(b"\n") + 9, first - 1):
         path.write_bytes(data[:end])
-        anew(begin, text, "starts empty: " + path.name + " is cut off or damaged")
+        check_starts_empty(begin, text, "starts empty: " + path.name + " is cut off or damaged")
     path.write_bytes(data[: first - 40] + b"\xff" + data[first - 39 :])  # rows of the first turn
     scheduler = begin()
-    assert turn(scheduler, [*text, 9])[0] == 0 and "damaged" in begin.said[0]
+    assert turn(scheduler, [*text, 9])[0] == 0 and "damaged" in begin.notices[0]
 
 
 def resumed(files):
@@ -156,23 +156,23 @@ def test_other_weights_are_refused(begin, tmp_path):
     tensors = safetensors.torch.load_file(other / "model.safetensors")
     tensors["model.layers.2.self_attn.o_proj.weight"] *= 1.01  # shapes and routers as before
     safetensors.torch.save_file(tensors, other / "model.safetensors", {"format": "pt"})
-    anew(begin, text, "saved with other weights", other)
+    check_starts_empty(begin, text, "saved with other weights", other)
     scheduler = begin()  # and the others' conversation is still there
     assert turn(scheduler, [*text, 7])[0] == len(text) - 1
 
 
 def test_another_precision_is_refused(begin):
     text = two_turns(begin)
-    anew(begin, text, 'it was saved with precision {"kv"', expert_bits=8)
+    check_starts_empty(begin, text, 'it was saved with precision {"kv"', expert_bits=8)
     assert begin.files.header["precision"]["lossy"] == ["expert_bits=8"]  # not the notice, whose words may change
     text = two_turns(begin)
-    anew(begin, text, "it was saved with precision", TOPK=1)
+    check_starts_empty(begin, text, "it was saved with precision", TOPK=1)
 
 
 def test_a_smaller_context_is_refused(begin):
     text = two_turns(begin)
     begin(CTX=len(text) - 2)
-    assert begin.files.ids("a") == [] and f"has {len(text) - 1} positions, CTX is {len(text) - 2}" in begin.said[0]
+    assert begin.files.ids("a") == [] and f"has {len(text) - 1} positions, CTX is {len(text) - 2}" in begin.notices[0]
 
 
 def test_hostile_files(begin, tmp_path):
@@ -194,11 +194,11 @@ def test_hostile_files(begin, tmp_path):
         (line + b"\n" + rest[:16] + b"\xff\xff\xff\xff" + rest[20:], "cut off or damaged"),
     ]:
         path.write_bytes(broken)
-        anew(begin, text, words)
+        check_starts_empty(begin, text, words)
     path.unlink()
     os.mkfifo(path)
     begin()
-    assert begin.files.ids("a") == [] and "not a regular file" in begin.said[0]
+    assert begin.files.ids("a") == [] and "not a regular file" in begin.notices[0]
 
 
 def test_numbers_that_are_not_finite_are_refused(load, tmp_path):
@@ -219,7 +219,7 @@ def test_a_failed_save_is_a_notice_and_answers_continue(begin, tmp_path):
     cached, _ = turn(scheduler, [*text, 5])
     assert cached == len(text) - 1
     scheduler.close()
-    assert begin.said and all("cannot be saved" in line for line in begin.said)
+    assert begin.notices and all("cannot be saved" in line for line in begin.notices)
 
 
 def test_a_file_that_another_process_wrote_is_replaced_whole(begin, tmp_path):
@@ -232,4 +232,4 @@ def test_a_file_that_another_process_wrote_is_replaced_whole(begin, tmp_path):
     _, text = turn(scheduler, [*text, 5])
     scheduler.close()
     begin()
-    assert begin.files.ids("a") == text[:-1] and not begin.said and saved_files(tmp_path) == [path]
+    assert begin.files.ids("a") == text[:-1] and not begin.notices and saved_files(tmp_path) == [path]

@@ -1,4 +1,4 @@
-"""KV slots: a prefix that is cached is not prefilled again, and changes nothing but time."""
+"""KV slots: a cached prefix is not prefilled again, and the tokens are the same."""
 
 import time
 
@@ -16,8 +16,8 @@ from tests.conftest import FIXTURES
 from tests.support.serving import NAME, PROMPT, VOCAB, EventRecorder, reference_ids, submit
 
 
-def test_turns_of_two_conversations_by_turns(serve):
-    """Each second turn prefills what is new alone, and the answers are those of an empty cache."""
+def test_interleaved_turns_of_two_conversations(serve):
+    """Each second turn prefills only its new tokens, and the answers are those of an empty KV cache."""
     scheduler = serve(2, DRAFT="3")
     texts, answers = {"a": list(PROMPT), "b": [*PROMPT[:4], 9, 8, 7, 6, 5, 4]}, []
     for turn in range(3):
@@ -48,10 +48,10 @@ def test_nothing_is_reused_past_the_first_token_that_differs(serve):
             scheduler.model, request
         )
     same = submit(scheduler, request).wait()
-    assert same.of(Started)[0].cached_tokens == len(text) - 1  # one token must be read for the logits
+    assert same.of(Started)[0].cached_tokens == len(text) - 1  # one token must be prefilled for the logits
 
 
-def test_a_busy_slot_shares_its_prefix(serve):
+def test_a_busy_kv_slot_shares_its_prefix(serve):
     scheduler = serve(2, DRAFT="3")
     recorder, then = EventRecorder(), EventRecorder()
 
@@ -70,7 +70,7 @@ def test_a_busy_slot_shares_its_prefix(serve):
     )
 
 
-def test_which_slots_are_chosen(load):
+def test_choice_of_kv_slots(load):
     model = load(FIXTURES / NAME).model
     slots = [KvSlot(model, 30) for _ in range(3)]
     for used, (slot, ids) in enumerate(zip(slots, ([1, 2, 3, 4, 5, 6], [1, 2, 9], [7, 7, 7, 7]), strict=True), 1):
@@ -81,7 +81,7 @@ def test_which_slots_are_chosen(load):
         return choose_kv_slots(slots, *request, **more)
 
     assert chosen([1, 2, 3, 4, 5, 6, 8], 1) == ([a], a, 6)
-    assert chosen([7, 7, 7, 7], 1) == ([c], c, 3)  # one token is read for the logits
+    assert chosen([7, 7, 7, 7], 1) == ([c], c, 3)  # one token is prefilled for the logits
     assert chosen([7, 7, 8], 1) == ([a], c, 2)  # copied: the text there stays
     assert chosen([8, 8], 2) == ([a, b], None, 0)
     assert chosen([1, 2, 3, 4, 5, 6, 8], 3) == ([a, b, c], a, 6)
@@ -100,8 +100,8 @@ def test_which_slots_are_chosen(load):
 def test_one_conversation_is_never_answered_twice_at_once(serve):
     """The second waits for the first; others do not wait for it."""
     scheduler, order = serve(3, DRAFT="0"), []
-    note = lambda event: order.append(event.active.id) if isinstance(event, Started | Finished) else None  # noqa: E731
-    listeners = [EventRecorder(1, note) for _ in range(3)]
+    record = lambda event: order.append(event.active.id) if isinstance(event, Started | Finished) else None  # noqa: E731
+    listeners = [EventRecorder(1, record) for _ in range(3)]
     block = EventRecorder(1, lambda e: time.sleep(0.2) if isinstance(e, Started) else None)
     scheduler.submit(Request(PROMPT[:2], 1), block)
     scheduler.submit(Request(PROMPT, 12, conversation="x"), listeners[0])
@@ -112,7 +112,7 @@ def test_one_conversation_is_never_answered_twice_at_once(serve):
     assert order.index(4) < order.index(3) and [i for i in order if i != 4] == [2, 2, 3, 3]
 
 
-def test_every_slot_is_planned_for(load):
+def test_every_kv_slot_is_planned_for(load):
     settings = Settings.read([], {"SNAP": str(FIXTURES / NAME), "CTX": "64", "USAGE": "0"})
     plans = []
     for slots in (1, 6):

@@ -1,4 +1,4 @@
-"""Drafts: the MTP layer against transformers, n-grams, and that none of it changes a token or the KV cache."""
+"""Draft tokens: the MTP layer against transformers, n-grams; none of them changes a token or the KV cache."""
 
 from collections import Counter
 
@@ -70,7 +70,7 @@ def test_chunks_do_not_change_the_layer(load, cuts):
 
 
 def test_chained_drafts_equal_transformers(model):
-    """`draft` of slot i: what follows seq[i + 1], each draft token fed back."""
+    """`draft` of MTP position i: what follows seq[i + 1], each draft token fed back."""
     for slot, expected in REF["mtp"]["chained_drafts"].items():
         known = int(slot) + 1  # positions whose next token is known
         kv = make_kv_cache(model.config, 60)
@@ -88,21 +88,21 @@ def layers_forward_of(model, ids, kv):
             yield chunk, rms_norm(hidden, model.weights.norm, model.config.rms_norm_eps)
 
 
-def test_room_is_checked(load):
+def test_kv_capacity_is_checked(load):
     model = load(FIXTURES / NAME, DRAFT="auto").model
     kv = make_kv_cache(model.config, 8)
     with pytest.raises(ValueError, match="9 more MTP positions do not fit: 0 of 8"):
         mtp(model, [([1] * 9, kv)], torch.zeros(9, model.config.hidden_size))
 
 
-def test_the_slots_follow_trim_and_clone(load):
+def test_mtp_positions_follow_trim_and_clone(load):
     model = load(FIXTURES / NAME, DRAFT="auto").model
     kv = make_kv_cache(model.config, 60)
     hidden = hidden_rows(model, kv, REF["seq"])
     mtp(model, [(REF["seq"][1:], kv)], hidden[:-1])
     other = kv.clone()
     kv.trim(20)
-    assert kv.mtp_length == 19 and other.mtp_length == 47  # slot 19 needs token 20, which may be another one now
+    assert kv.mtp_length == 19 and other.mtp_length == 47  # position 19 needs token 20, which may have changed
     rest = mtp(model, [(REF["seq"][20:], kv)], hidden[19:-1])
     other.mtp_length = 19
     assert torch.equal(mtp(model, [(REF["seq"][20:], other)], hidden[19:-1]), rest)
@@ -111,7 +111,7 @@ def test_the_slots_follow_trim_and_clone(load):
 # --- drafts change nothing --------------------------------------------------------------------------------------------
 
 
-class Wrong(Drafter):
+class WrongDrafter(Drafter):
     """A drafter with wrong draft tokens: all of them, or every third."""
 
     every = 1
@@ -121,11 +121,11 @@ class Wrong(Drafter):
         return [[(g + 1) % 512 if i % self.every == self.every - 1 else g for i, g in enumerate(draft)]]
 
 
-class Mixed(Wrong):
+class MixedDrafter(WrongDrafter):
     every = 3
 
 
-class Right(NoDraft):
+class CorrectDrafter(NoDraft):
     """Drafts the known continuation."""
 
     def __init__(self, known, depth):
@@ -150,9 +150,9 @@ def test_the_same_ids_and_the_same_kv(load, kernels, sampler, depth):
     n, most = plain_kv.length, 8 if depth == "auto" else int(depth)
     drafters = {
         "own": lambda model: Drafter(model, DraftLength(depth)),
-        "wrong": lambda model: Wrong(model, DraftLength(depth)),
-        "mixed": lambda model: Mixed(model, DraftLength(depth)),
-        "right": lambda model: Right(prompt + plain, most),
+        "wrong": lambda model: WrongDrafter(model, DraftLength(depth)),
+        "mixed": lambda model: MixedDrafter(model, DraftLength(depth)),
+        "right": lambda model: CorrectDrafter(prompt + plain, most),
     }
     for name, drafter in drafters.items():
         ids, kv, counters = generate(model, prompt, 24, sampler, drafter)
@@ -176,7 +176,7 @@ def test_native_kernels_leave_the_same_bits(load):
     assert torch.equal(kv.index_keys[:-1, :n], plain_kv.index_keys[:-1, :n])
 
 
-def test_the_trained_head_drafts_well(load):
+def test_the_trained_mtp_layer_drafts_well(load):
     """At least 1.5 tokens a forward, greedy, on the embedded model."""
     model = load(EMBEDDED_SNAPSHOT, DRAFT="auto").model
     ids, _, counters = generate(model, TINY["prompt_ids"], len(TINY["full_ids"]) - len(TINY["prompt_ids"]), draft="3")
@@ -203,8 +203,8 @@ def test_a_long_prompt_goes_through_the_layer_chunk_by_chunk(load, chunk):
     assert torch.equal(one.latents[layer, :n], other.latents[layer, :n])
 
 
-def test_a_cached_prefix_is_drafted_from_its_end_on(load):
-    """Its hidden rows are gone: the layer begins with the first new one."""
+def test_drafts_after_a_cached_prefix(load):
+    """Its hidden rows were not kept: the MTP layer starts with the first new one."""
     model = load(EMBEDDED_SNAPSHOT, DRAFT="auto").model
     prompt, n = TINY["prompt_ids"], 40
     kv = make_kv_cache(model.config, 100)
@@ -229,7 +229,7 @@ def test_a_closed_generation_can_be_continued(load):
 
 
 @pytest.mark.slow
-def test_the_distribution_is_the_samplers_own(load):
+def test_draft_tokens_do_not_change_the_distribution(load):
     """Chi-square over many seeds: the second token, drafted or not, has the probabilities that the logits give it."""
     model = load(FIXTURES / NAME, DRAFT="auto").model
     prompt, num_seeds = REF["greedy"]["prompt"], 400
@@ -289,6 +289,6 @@ def test_only_accepted_tokens_count_as_expert_uses(load, wrong):
     list(spec_decode(model, kv, prompt, Sampler(), 40, (), draft, None, counters))
     assert (counters.accepted == 0) == wrong and draft.routes is None
     uses = sum(total for (layer, _), total in model.experts.use_counts().items() if layer < model.config.num_layers)
-    # 46 tokens of the text went through, each with 4 experts a layer, less what 512 tokens' half-life took of them.
+    # 46 tokens of the text went through, each with 4 experts a layer, less the decay with a half-life of 512 tokens.
     per_token = uses / num_layers / 4
     assert 0.75 * 46 < per_token <= 46

@@ -1,4 +1,4 @@
-"""MTP heads that are missing, incomplete, weak or have weights of their own."""
+"""MTP layers that are missing, incomplete, weakly quantized, or have their own embedding and head."""
 
 import shutil
 
@@ -29,7 +29,7 @@ def without(folder, out, *names):
         ("layers.5.mlp.experts.3.up", "tensor model.layers.5.mlp.experts.3.up_proj.weight of the"),
     ],
 )
-def test_an_incomplete_head_is_a_notice_and_not_used(load, run_colibri, tmp_path, part, reason):
+def test_an_incomplete_mtp_layer_is_a_notice_and_not_used(load, run_colibri, tmp_path, part, reason):
     folder = without(FIXTURES / NAME, tmp_path / "s", part)
     loaded = load(folder, DRAFT="auto")
     [notice] = [line for line in loaded.notices if line.startswith("[MTP]")]
@@ -50,7 +50,7 @@ def test_an_indexer_of_its_own_is_not_needed(load, tmp_path):
 
 
 def test_its_own_embedding_and_head_are_used(load, tmp_path):
-    """Others than the model's: drafts change, the text does not."""
+    """They differ from the model's: drafts change, the text does not."""
     shutil.copytree(FIXTURES / NAME, tmp_path / "s")
     tensors = safetensors.torch.load_file(tmp_path / "s" / "model.safetensors")
     head = tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"])
@@ -65,7 +65,7 @@ def test_its_own_embedding_and_head_are_used(load, tmp_path):
     assert generate(model, REF["greedy"]["prompt"], 24, draft="2")[0] == REF["greedy"]["continuation"]
 
 
-def test_a_head_in_int4_by_row_is_warned_about(tmp_path, load):
+def test_an_mtp_layer_in_int4_by_row_is_a_warning(tmp_path, load):
     from scripts.convert import main
 
     options = "--experts 16 --dense 16 --embeddings 16 --mtp 4 --group 0".split()

@@ -57,7 +57,7 @@ def test_memory_is_limited():
         "import subprocess; subprocess.run(['true'])",
     ],
 )
-def test_destructive_calls_are_taken_away(code):
+def test_destructive_calls_are_removed(code):
     assert fail(code).error == "TypeError: 'NoneType' object is not callable"
 
 
@@ -66,7 +66,7 @@ def test_stdin_is_closed():
     assert succeed("import sys; print(repr(sys.stdin.read()))") == "''\n"
 
 
-def test_files_land_in_a_folder_that_is_deleted(temporary):
+def test_files_are_written_to_a_temporary_folder(temporary):
     code = "import os, tempfile\nopen('a', 'w').write('x')\nprint(os.getcwd(), tempfile.gettempdir(), os.listdir())"
     folder, again, *names = succeed(code).split()
     assert folder == again and Path(folder).parent == temporary and names == ["['a']"]
@@ -114,7 +114,7 @@ def test_good_ends(code):
         ("\ud800", "UnicodeEncodeError"),
         ("def f(): f()\nf()", "RecursionError"),
         ("import resource", "ModuleNotFoundError"),
-        ("import torch", "ModuleNotFoundError"),  # what is installed beside Python is out of reach
+        ("import torch", "ModuleNotFoundError"),  # installed packages are out of reach
     ],
 )
 def test_bad_ends(code, error):
@@ -127,7 +127,7 @@ def test_null_bytes_are_an_error():
     assert "null bytes" in fail("print(1)\0").error
 
 
-def test_the_memory_flag_is_for_failures_alone():
+def test_the_memory_flag_is_set_only_by_failures():
     mention = "import sys\nprint('MemoryError', file=sys.stderr)\n"
     assert not succeed(mention)
     assert fail(mention + "sys.exit(1)").memory_exceeded
@@ -166,14 +166,14 @@ def test_bad_arguments(arguments, message):
 # Output.
 
 
-def test_a_flood_of_output_is_cut():
+def test_long_output_is_truncated():
     code = "import sys\nprint('first')\nfor _ in range(400):\n    sys.stdout.write('x' * 50_000)\nprint('last')"
     output = succeed(code, output_bytes=1000)
     assert output.startswith("first\nxxx") and output.endswith("xxx" + "last\n")
     assert f"\n[{20_000_000 + 11 - 1000} bytes of output left out]\n" in output and len(output) < 1100
 
 
-def test_floods_of_both_streams_do_not_block():
+def test_long_output_of_both_streams_does_not_block():
     code = "import sys\nfor _ in range(300):\n    sys.stderr.write('e' * 9999)\n    sys.stdout.write('o' * 9999)\n1 / 0"
     result = fail(code, output_bytes=500)
     assert result.error == "ZeroDivisionError: division by zero"  # the end of a long stream is kept
@@ -186,7 +186,7 @@ def test_partial_output_survives_a_timeout():
     assert result.timeout and (result.stdout, result.stderr) == ("ééé\n", "why")
 
 
-def test_an_endless_flood_ends_in_time():
+def test_endless_output_ends_in_time():
     start = time.monotonic()
     result = fail("while True: print('x' * 10_000)", timeout=1, output_bytes=100)
     assert result.timeout and len(result.stdout) < 200 and time.monotonic() - start < 6

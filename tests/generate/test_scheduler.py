@@ -38,7 +38,7 @@ def expected():
 
 
 @pytest.mark.parametrize(("draft", "slots"), [("0", 4), ("1", 4), ("3", 4), ("auto", 4), ("3", 1)])
-def test_the_same_text_alone_and_among_others(serve, expected, draft, slots):
+def test_the_same_text_alone_and_in_a_batch(serve, expected, draft, slots):
     scheduler = serve(slots, DRAFT=draft)
     recorder = {request: submit(scheduler, request) for request in expected}
     for request, ids in expected.items():
@@ -102,7 +102,7 @@ def test_few_tokens_or_none(serve, expected, most):
 
 
 @pytest.mark.parametrize("draft", ["0", "3"])
-def test_samples_are_those_of_the_engine_for_rows(serve, draft):
+def test_samples_equal_those_of_engine(serve, draft):
     scheduler = serve(5, DRAFT=draft)
     rows, _ = Engine(scheduler.model, terminal_ids=()).generate_batch(PROMPT, 4, max_tokens=10, temperature=1.3, seed=7)
     request = Request(PROMPT, 10, 1.3, seed=7, num_samples=4)
@@ -117,7 +117,7 @@ def test_samples_are_those_of_the_engine_for_rows(serve, draft):
     assert recorder.reason(1) == "cancelled" and len(recorder.ids(1)) <= 1
 
 
-def test_a_row_that_is_cancelled_during_the_prefill(serve):
+def test_a_sequence_cancelled_during_the_prefill(serve):
     scheduler = serve(3)
     rows, _ = Engine(scheduler.model, terminal_ids=()).generate_batch(PROMPT, 3, max_tokens=6, temperature=1.3, seed=7)
     first = lambda e: e.active.cancel(0) if isinstance(e, Started) else None  # noqa: E731
@@ -141,21 +141,21 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(serve):
             forwards.setdefault(event.active.request, []).append(counters.forwards)
             if event.active.request is short:
                 rows.append(read[-1] - read[-2])
-            if event.active.request is talking:
+            if event.active.request is decoding:
                 read.append(counters.prompt_rows)
-            if event.active.request is talking and len(forwards[talking]) == 2:
+            if event.active.request is decoding and len(forwards[decoding]) == 2:
                 scheduler.submit(long, recorder)
-            if event.active.request is talking and len(forwards[talking]) == 6:
+            if event.active.request is decoding and len(forwards[decoding]) == 6:
                 waited.append(counters.forwards)
                 scheduler.submit(short, recorder)
 
-    talking, short = Request(PROMPT, 40), Request(PROMPT[3:9], 3)
+    decoding, short = Request(PROMPT, 40), Request(PROMPT[3:9], 3)
     recorder = EventRecorder(3, count)
-    scheduler.submit(talking, recorder)
+    scheduler.submit(decoding, recorder)
     recorder.wait()
     assert forwards[short][0] - waited[0] == 1 and forwards[long][0] - waited[0] > 5
     assert rows[:2] == [6, 32] and counters.prompt_rows == len(PROMPT) + 6 + 300  # then the long one continues
-    assert forwards[talking] == list(range(forwards[talking][0], forwards[talking][0] + 40))
+    assert forwards[decoding] == list(range(forwards[decoding][0], forwards[decoding][0] + 40))
 
 
 def test_the_oldest_prompt_makes_progress_whatever_shorter_ones_come(serve):
@@ -178,7 +178,7 @@ def test_the_oldest_prompt_makes_progress_whatever_shorter_ones_come(serve):
     assert long in seen and 5 < len(seen) < 100
 
 
-def test_an_expert_of_several_requests_is_asked_for_once(serve):
+def test_an_expert_of_several_requests_is_requested_once(serve):
     scheduler = serve(6, folder=EMBEDDED_SNAPSHOT, DRAFT="0", cap=4)
     asked, plain = [], scheduler.model.experts.request
 
@@ -217,8 +217,8 @@ def test_the_mtp_layer_follows_chunked_prefills(load):
         assert torch.equal(kv.latents[:, :60], states[0].latents[:, :60])
 
 
-def test_acceptance_is_as_good_as_in_a_text_alone(serve):
-    """The trained head beside prefills."""
+def test_acceptance_beside_prefills_is_as_good_as_alone(serve):
+    """The trained MTP layer beside prefills."""
     scheduler = serve(4, folder=EMBEDDED_SNAPSHOT, DRAFT="3", cap=0)
     text = TINY["full_ids"]
     recorder = [submit(scheduler, Request(tuple(text[: 5 + i]), 40)) for i in range(8)]
@@ -238,7 +238,7 @@ def test_only_emitted_tokens_count_as_expert_uses(serve):
     assert scheduler.batch.drafter.routes is None
     last, numbers = scheduler.config.num_layers, scheduler.statistics()
     uses = sum(total for (layer, _), total in scheduler.model.experts.use_counts().items() if layer < last)
-    # Of each text all but the last token went through, each with 4 experts a layer, less what was forgotten.
+    # Of each text all but the last token went through, each with 4 experts a layer, less what decayed.
     tokens, layers = 4 * 59, len(scheduler.config.sparse_layers)
     assert 0.5 * tokens < uses / layers / 4 <= tokens < numbers["answer_rows"] + numbers["prompt_rows"]
 
@@ -281,7 +281,7 @@ def test_prompt_logprobs_alone(serve):
     assert one.of(Prefilled)[0].prompt_logprobs == [(5, None, None)]
 
 
-def test_the_likeliest_of_equals_have_the_lowest_ids():
+def test_top_logprobs_ties_go_to_the_lowest_ids():
     logits = torch.tensor([[0.0, 2.0, -torch.inf, 2.0, 1.0, 2.0]])
     [(logprob, top)] = token_logprobs(logits, [4], 4)
     assert [token for token, _ in top] == [1, 3, 5, 4] and logprob == pytest.approx(top[-1][1])

@@ -1,4 +1,4 @@
-"""The scheduler: what waits, is cancelled or breaks leaves no trace in the others."""
+"""The scheduler: queueing, cancellation and failures do not affect other requests."""
 
 import threading
 import time
@@ -27,7 +27,7 @@ def expected():
 # --- the queue --------------------------------------------------------------------------------------------------------
 
 
-def test_a_full_queue_says_when_to_retry(serve):
+def test_a_full_queue_gives_retry_after(serve):
     scheduler, begun, go_on = serve(2, 2), threading.Event(), threading.Event()
 
     def hold(event):
@@ -48,7 +48,7 @@ def test_a_full_queue_says_when_to_retry(serve):
     assert [h.ids() for h in [submit(scheduler, Request(PROMPT[:5], 3))]] == [waiting[0].ids()]
 
 
-def test_without_a_queue_as_many_run_as_there_are_slots(serve):
+def test_without_a_queue_as_many_run_as_there_are_kv_slots(serve):
     scheduler = serve(2, 0)
     block = EventRecorder(1, lambda e: time.sleep(0.3) if isinstance(e, Started) else None)
     scheduler.submit(Request(PROMPT, 2), block)
@@ -60,9 +60,9 @@ def test_without_a_queue_as_many_run_as_there_are_slots(serve):
 
 def test_first_in_first_out(serve):
     scheduler, order = serve(2), []
-    note = lambda event: order.append(event.active.id) if isinstance(event, Started) else None  # noqa: E731
+    record = lambda event: order.append(event.active.id) if isinstance(event, Started) else None  # noqa: E731
     rows = [1, 1, 2, 1, 2, 1]
-    recorder = [submit(scheduler, Request(PROMPT, 4, num_samples=n), n, note) for n in rows]
+    recorder = [submit(scheduler, Request(PROMPT, 4, num_samples=n), n, record) for n in rows]
     for h in recorder:
         h.wait()
     assert order == [1, 2, 3, 4, 5, 6]
@@ -88,7 +88,7 @@ def test_first_in_first_out(serve):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_can_never_run_is_refused_at_once(serve, request_, words):
+def test_a_request_that_can_never_run_is_refused_at_once(serve, request_, words):
     scheduler = serve(CTX=64)
     with pytest.raises(ValueError, match=words):
         scheduler.submit(request_, EventRecorder())
@@ -105,7 +105,7 @@ def test_the_largest_that_fits(serve, length, most):
 
 
 def test_cancel_during_a_prefill_stops_within_a_layer(serve, monkeypatch):
-    """The slot can be used at once, sequences beside it continue, and the next answer is that of an empty cache."""
+    """The KV slot can be used at once, sequences beside it continue, and the next answer is that of an empty cache."""
     scheduler, recorder = serve(2, DRAFT="3", PREFILL_CHUNK=100), EventRecorder()
     layers, plain = [], scheduler.batch.run_layers
 
@@ -265,7 +265,7 @@ def test_read_errors(serve, expected):
     scheduler.model.experts.check()
 
 
-def test_an_internal_error_ends_what_runs_and_nothing_else(serve, expected, monkeypatch):
+def test_an_internal_error_ends_only_the_running_requests(serve, expected, monkeypatch):
     scheduler = serve(2)
     request = next(iter(expected))
     monkeypatch.setattr(scheduler.chunked_prefill, "schedule", lambda *_: 1 / 0)

@@ -136,7 +136,7 @@ def test_the_shared_prefix_of_contexts_is_prefilled_once(load, monkeypatch):
     [
         ([[1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 3]], 2, 2),  # the shortest keeps one
         ([[1, 2, 3, 4], [1, 2, 9, 4]], 2, 2),
-        ([[1, 2, 3, 4], [1, 2, 9, 4]], 8, 0),  # one sweep is enough for all
+        ([[1, 2, 3, 4], [1, 2, 9, 4]], 8, 0),  # one pass is enough for all
         ([[1, 2, 3, 4]], 2, 0),
         ([[1, 2], [2, 2], [1, 2, 3]], 1, 0),
         ([[7], [7, 8]], 1, 0),
@@ -146,8 +146,8 @@ def test_shared_length(contexts, chunk, shared):
     assert shared_length(contexts, chunk) == shared
 
 
-def test_a_group_that_does_not_fit_is_divided(load, monkeypatch):
-    """Eight choices of a context of 40 positions: what fits goes together, and the numbers are the same."""
+def test_a_group_that_does_not_fit_is_split(load, monkeypatch):
+    """Eight choices of a context of 40 positions: what fits runs together, and the scores are the same."""
     context = tuple(reference("glm_moe_dsa")[0]["seq"][:40])
     model = load(FIXTURES / "glm_moe_dsa").model
     requests = [ScoreRequest(context, (7 + i, 8, 9, 10)) for i in range(8)]
@@ -163,13 +163,13 @@ def test_a_group_that_does_not_fit_is_divided(load, monkeypatch):
 
 def test_one_pass_over_the_experts_serves_many_requests(load, monkeypatch):
     model = load(FIXTURES / "glm_moe_dsa", cap=1).model
-    asked, plain = [], type(model.experts).request
+    requested, plain = [], type(model.experts).request
     monkeypatch.setattr(
-        type(model.experts), "request", lambda self, layer, *rest: asked.append(layer) or plain(self, layer, *rest)
+        type(model.experts), "request", lambda self, layer, *rest: requested.append(layer) or plain(self, layer, *rest)
     )
     requests = [ScoreRequest((i, i + 1, i + 2), (5, 6, 7)) for i in range(30)]
     dict(score_requests(model, requests, 4096))
-    assert asked == [1, 2, 3, 4] * 2  # all contexts, all continuations
+    assert requested == [1, 2, 3, 4] * 2  # all contexts, all continuations
 
 
 def test_waves_keep_within_their_positions():

@@ -29,13 +29,13 @@ def make_row(*tools, prompt=(BOS, 65)):
 
 
 def play(row, sampled):
-    """Each sampled id offered in its turn -> ids and masks that came out."""
+    """Feed the sampled ids one by one -> emitted ids and masks."""
     steps = [row.next_token(token) for token in sampled]
     return [token for token, _ in steps], [mask for _, mask in steps]
 
 
 def injected(row, ids):
-    """What a row forces after a block of these ids, as text."""
+    """The text that is forced after a block of these ids."""
     play(row, [START, *ids, END])
     forced = [row.next_token(0)[0] for _ in range(len(row.forced))]
     return Characters().decode(forced[1:-1]) if forced else None
@@ -114,9 +114,9 @@ def test_ids_without_a_text_decline():
 def test_a_terminal_completes_for_good():
     for terminal in (STOP, BOS):
         row = make_row()
-        assert row.next_token(terminal) == (terminal, 1)  # it is handed out
+        assert row.next_token(terminal) == (terminal, 1)  # it is emitted
         assert row.is_completed
-        assert injected(row, ids_of("1+1")) == "2"  # beside rows that continue, its tools still run
+        assert injected(row, ids_of("1+1")) == "2"  # beside sequences that continue, its tools still run
         assert row.is_completed
 
 
@@ -144,8 +144,8 @@ def test_forced_ids_go_through_the_same_rules():
     assert masks == [0] * 8 + [1] and row.is_completed
 
 
-def test_rows_in_different_states():
-    """One forces, one is in a block, one is done; none sees another's queue, buffer or history."""
+def test_sequences_in_different_states():
+    """One forces, one is in a block, one has ended; none sees another's queue, buffer or history."""
     prompt = [BOS]
     forcing, writing, done = rows = [ToolState(prompt, (CALCULATOR,), Characters(), {STOP}) for _ in range(3)]
     sampled = (
@@ -153,7 +153,7 @@ def test_rows_in_different_states():
         (66, START, 50, 51, 52, END, 94),
         (67, 68, STOP, 69, 70, 71, 72),
     )
-    for column in zip(*sampled, strict=True):  # one step of all rows after the other
+    for column in zip(*sampled, strict=True):  # step by step over all sequences
         for row, token in zip(rows, column, strict=True):
             row.next_token(token)
     assert forcing.ids == [BOS, START, 49, END, OUT, 49, OUT_END, 93] and not forcing.has_forced
@@ -166,7 +166,7 @@ def test_rows_in_different_states():
 
 
 def test_two_tools():
-    """The start id chooses; another tool's start switches; another tool's end is an id as any other."""
+    """The start id chooses the tool; another start switches; the end id of another tool is an ordinary id."""
     seen = []
     other = Tool(OTHER_START, OTHER_END, OUT, OUT_END, lambda text: seen.append(text) or text.upper())
     row = make_row(CALCULATOR, other)
@@ -183,7 +183,7 @@ def test_without_tools_every_id_is_ordinary():
     assert row.is_completed and not row.has_forced
 
 
-def test_tools_that_cannot_be_told_apart():
+def test_tools_with_the_same_start_id_are_refused():
     same_start = Tool(START, OTHER_END, OUT, OUT_END, calculate)
     start_is_an_end = Tool(END, OTHER_END, OUT, OUT_END, calculate)
     closes_with_its_start = Tool(START, START, OUT, OUT_END, calculate)

@@ -25,7 +25,7 @@ def same(kernels, work):  # noqa: F811
 @pytest.mark.parametrize("window", [0, 1, 17, 500])
 @pytest.mark.parametrize("has_sinks", [False, True])
 def test_grouped_attention(kernels, shape, window, has_sinks):  # noqa: F811
-    """Close to the definition; the same bits for all rows at once, in pieces, alone, and on two threads."""
+    """Close to the definition; the same bits for all rows at once, in chunks, alone, and on two threads."""
     H, G, D, V = shape
     T, S = 40, 75
     first, sinks = S - T, randn(H, seed=5) if has_sinks else None
@@ -57,8 +57,8 @@ def test_grouped_attention_over_keys_in_bfloat16(kernels):  # noqa: F811
     )
 
 
-def test_what_a_window_hides_is_never_read(kernels):  # noqa: F811
-    """And what is no number is seen by the rows that see it alone."""
+def test_positions_outside_the_window_are_not_read(kernels):  # noqa: F811
+    """And a NaN reaches only the rows that attend to it."""
     queries, keys, values = randn(6, 2, 32), randn(20, 1, 32, seed=1), randn(20, 1, 32, seed=2)
     keys[:10], values[:10] = torch.nan, torch.nan
     for native in kernels.values():
@@ -121,7 +121,7 @@ def clamped_case(fmt, hidden=96, width=64, experts=5):
 
 @pytest.mark.parametrize("name", ["f32", "bf16", "mxfp4", "int4-g64"])
 def test_clamped_swiglu(kernels, name):  # noqa: F811
-    """Close to the definition, and the same bits whatever experts and rows stand beside."""
+    """Close to the definition, and the same bits whatever other experts and rows are in the call."""
     three, swiglu = clamped_case(FORMATS[name])
     counts = torch.tensor([1, 0, 20, 3, 16])
     starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
@@ -151,7 +151,7 @@ def test_clamped_swiglu(kernels, name):  # noqa: F811
 @pytest.mark.parametrize("count", [1, 3, 20])
 @pytest.mark.parametrize("name", ["bf16", "mxfp4", "int4-g64", "int8-row"])
 def test_every_other_row_of_a_matrix(kernels, name, count):  # noqa: F811
-    """Gate and up of some models are the even and the odd rows of one matrix, and are read where they lie."""
+    """Gate and up of some models are the even and the odd rows of one matrix, and are read in place."""
     fmt = FORMATS[name]
     whole, x = weights_of(fmt, 20, 128)[0], randn(count, 128)
     parts = [

@@ -92,7 +92,7 @@ def test_linear(kernels, fmt):
 
 @pytest.mark.parametrize("fmt", FORMATS.values(), ids=str)
 def test_very_many_rows(kernels, fmt):
-    """More rows of weights are taken at a time then; the bits stay."""
+    """Then more weight rows are processed at a time; the bits stay."""
     for weight in weights_of(fmt, 300, 128):
         x = randn(150, 128)
         bits = next(iter(kernels.values())).linear(x, weight)
@@ -165,7 +165,7 @@ def test_experts(kernels, name, sizes):
     bits = None
     for native in kernels.values():
         out = native.add_experts(torch.zeros_like(x), x, experts, starts, rows, topk_weights)
-        # Rounded activations fall on either side of a half now and then.
+        # Quantized activations sometimes round to either side of a half.
         error = (out - expected).abs().max() / expected.abs().max()
         assert error < (2e-3 if FORMATS[name].is_integer else 1e-5), (native.name, error)
         bits = out if bits is None else bits
@@ -189,7 +189,7 @@ def test_experts(kernels, name, sizes):
 
 
 def test_experts_of_several_formats(kernels):
-    """Each matrix decides for itself; an expert gets the same bits beside experts of other formats and alone."""
+    """Each matrix has its own format; an expert gets the same bits beside experts of other formats and alone."""
     experts, starts, rows, topk_weights = experts_case(FORMATS["int4-g64"], 40, 64, 80)
     names = ["bf16", "int8-row", "int4-g16", "fp8-b128", "int4-g64", "int3-g64", "f32", "int2-g64", "int8-g64"]
     for e, three in enumerate(experts):
@@ -215,7 +215,7 @@ def test_experts_of_several_formats(kernels):
 @pytest.mark.parametrize("name", ["int4-g64", "bf16"])
 @pytest.mark.parametrize("count", [1, 5, MOST])
 def test_experts_in_any_order(kernels, name, count):
-    """What each expert gives, computed a few experts at a time, and then added: the bits of add_experts."""
+    """The output of each expert, computed a few experts at a time and then added: the bits of add_experts."""
     experts, starts, rows, topk_weights = experts_case(FORMATS[name], count, 96, 70, seed=3)
     x, start = randn(count, 96, seed=4), randn(count, 96, seed=5)
     order = torch.randperm(len(experts), generator=torch.Generator().manual_seed(6)).tolist()
@@ -290,8 +290,8 @@ def test_absorbed_attention(kernels, name, shape, topk):
         assert at == T
 
 
-def test_a_row_that_may_see_nothing_is_nan(kernels):
-    """Not an error, however many threads look, and whatever memory they had before."""
+def test_a_row_that_attends_to_nothing_is_nan(kernels):
+    """Not an error, with any number of threads and whatever the scratch memory held."""
     queries, kv_b, latents, rope_keys = attention_case(16, 12, 16, 9, 64, 40, 3, FORMATS["int4-g64"])
     selection = torch.tensor([[3, 5], [-1, -1], [0, 39]])
     for native in kernels.values():
@@ -361,7 +361,7 @@ def test_several_python_threads_at_once(kernels):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_forked_child_goes_on_alone(kernels):
+def test_a_forked_child_continues_alone(kernels):
     native = next(iter(kernels.values()))
     x, weight = randn(3, 640), weights_of(FORMATS["int4-g64"], 1000, 640)[0]
     native.set_threads(2)
@@ -436,7 +436,7 @@ def test_a_folder_that_others_may_write_to_is_refused(tmp_path):
     assert "[kernels] plain torch" in dispatch.start(None, tmp_path / "file" / "k")
 
 
-def test_a_library_is_made_once_and_anew_for_other_sources(kernels, tmp_path, monkeypatch):
+def test_a_library_is_compiled_once_and_again_for_other_sources(kernels, tmp_path, monkeypatch):
     calls, plain = [], __import__("kernels.build", fromlist=["x"]).compile_into
 
     def counting(path, *rest):

@@ -242,7 +242,7 @@ def add_indexer(memory, native):
 
 
 def add_rows(memory, native):
-    """What works on rows, with rows that are odd."""
+    """Operations on rows, with odd numbers in the rows."""
     for columns in (1, 37, 100, 2000):
         x, weight, bias = odd_rows(100)[:, :columns], randn(columns, seed=7), randn(columns, seed=8)
         x = x if columns <= 100 else randn(20, columns)
@@ -335,7 +335,7 @@ def test_the_bits_are_the_same(emulate, memory, tmp_path, variant, processor, th
     assert memory.differing(bytearray((tmp_path / "out").read_bytes()[head:])) == []
 
 
-def test_a_processor_without_dot_products_is_told(emulate, tmp_path):
+def test_a_processor_without_dot_products_is_detected(emulate, tmp_path):
     Memory().write(tmp_path / "in")
     assert emulate("neondot", OLD, tmp_path / "in", tmp_path / "out", 1).returncode == REFUSED
 
@@ -346,7 +346,7 @@ def test_the_best_set_of_instructions(monkeypatch):
         assert usable_variants()[0] == best
 
 
-def test_neon_is_there_where_nothing_tells(monkeypatch):
+def test_neon_is_assumed_where_nothing_is_detected(monkeypatch):
     monkeypatch.setattr("kernels.build.Path", lambda path: Path("/no/such/file"))
     for machine, has in [("aarch64", {"asimd"}), ("arm64", {"asimd"}), ("x86_64", set())]:
         monkeypatch.setattr("kernels.build.platform.machine", lambda machine=machine: machine)

@@ -29,7 +29,7 @@ def spread(scales, fmt, columns):
 @pytest.mark.parametrize("fmt", INTEGERS, ids=str)
 @pytest.mark.parametrize("columns", COLUMNS)
 def test_bytes_follow_their_description(fmt, columns):
-    """Every value taken out of the bytes by the words of docs/formats.md, one at a time."""
+    """Every value unpacked as docs/formats.md describes it, one at a time."""
     data, scales = quantize(random(3, columns), fmt)
     assert data.shape == (3, fmt.row_bytes(columns)) and scales.shape == fmt.scale_shape(3, columns)
     dequantized = dequantize(data, scales, fmt, columns)
@@ -118,7 +118,7 @@ def test_packing_in_blocks_of_rows_is_packing_at_once(bits, monkeypatch):
 
 
 @pytest.mark.parametrize("fmt", FORMATS.values(), ids=str)
-def test_some_rows_are_rows_of_the_whole(fmt):
+def test_a_selection_of_rows_equals_those_of_the_whole(fmt):
     matrix = random(300, 200)
     if fmt is FP8:
         weight = fp8(matrix)
@@ -196,7 +196,7 @@ def test_linear_in_blocks_equals_linear_at_once(monkeypatch):
 
 
 @pytest.mark.parametrize("columns", COLUMNS)
-def test_activations_are_rounded_to_eight_bits_in_groups(columns):
+def test_activations_are_quantized_to_eight_bits_in_groups(columns):
     x = random(4, columns) * torch.tensor([[1e-6], [1.0], [1e4], [0.0]])
     rounded = quantize_activations(x)
     for start in range(0, columns, 64):
@@ -225,7 +225,7 @@ def test_integer_weights_quantize_activations_and_exact_does_not():
         torch.testing.assert_close(linear(x, plain), x @ plain.dequantize().T)
 
 
-def test_what_is_not_finite_stays_so():
+def test_nan_and_infinity_stay():
     x = torch.ones(2, 64)
     x[0, 5], x[1, 7] = torch.inf, torch.nan
     assert not quantize_activations(x).isfinite().all(dim=-1).any()

@@ -28,7 +28,7 @@ def test_top_k_agrees_with_a_stable_sort_on_many_ties():
         assert torch.equal(top_k_indices(scores, k), expected)
 
 
-def test_the_bias_chooses_and_does_not_weigh():
+def test_the_bias_selects_experts_and_does_not_weight_them():
     logits, bias = torch.tensor([[2.0, 1.0, 0.0, -1.0]]), torch.tensor([0.0, 0.0, 0.0, 5.0])
     experts, weights = route(logits, bias, 2, 1, 1, normalize=False, scaling=1.0)
     assert experts.tolist() == [[0, 3]]
@@ -58,8 +58,8 @@ def test_a_softmax_router_weighs_by_the_chosen_logits():
 
 @pytest.mark.parametrize("window", [0, 1, 3, 100])
 @pytest.mark.parametrize("with_sinks", [False, True])
-def test_grouped_attention_is_a_softmax_over_what_a_row_sees(window, with_sinks):
-    """Against every head by itself, in float64; three new rows behind four known positions."""
+def test_grouped_attention_is_a_softmax_over_attended_positions(window, with_sinks):
+    """Against every head by itself, in float64; three new rows after four cached positions."""
     gen = torch.Generator().manual_seed(1)
     T, S, H, G, D, V = 3, 7, 6, 2, 8, 5
     queries, keys, values = (torch.randn(shape, generator=gen) for shape in ((T, H, D), (S, G, D), (S, G, V)))

@@ -87,7 +87,7 @@ def test_route(kernels, experts, active, groups, active_groups, mass, normalize)
         assert torch.equal(alone[0][0], got[0][7]) and torch.equal(alone[1][0], got[1][7])
 
 
-def test_route_ties_and_what_is_no_number(kernels):  # noqa: F811
+def test_route_ties_and_nan(kernels):  # noqa: F811
     logits = torch.zeros(4, 40)
     logits[1, 30], logits[2] = NAN, NAN
     logits[3, 7], logits[3, 9] = INF, -INF
@@ -122,14 +122,14 @@ def test_top_positions(kernels, rows, positions, topk):  # noqa: F811
         expected = reference.top_k_positions(scores, first, topk)
         got = same(kernels, lambda native, scores=scores: native.top_k_positions(scores, first, topk))
         assert torch.equal(got, expected)
-        few = reference.top_k_positions(scores, 0, topk)  # rows that see less than topk
+        few = reference.top_k_positions(scores, 0, topk)  # rows with fewer than topk positions
         assert torch.equal(same(kernels, lambda native, scores=scores: native.top_k_positions(scores, 0, topk)), few)
         assert few[0].tolist() == [0] + [-1] * (topk - 1)
 
 
-def test_a_score_that_is_no_number_chooses_nothing_and_is_seen(kernels):  # noqa: F811
+def test_a_nan_score_selects_nothing_and_is_reported(kernels):  # noqa: F811
     scores = randn(3, 50)
-    scores[1, 47], scores[0, 49] = NAN, NAN  # row 0 does not see the last position
+    scores[1, 47], scores[0, 49] = NAN, NAN  # row 0 does not attend to the last position
     queries, kv_b, latents, rope_keys = attention_case(3, 16, 8, 20, 24, 50, 3, FORMATS["f32"])
     for native in (*kernels.values(), reference):
         selected = native.top_k_positions(scores, 47, 5)
@@ -157,7 +157,7 @@ def test_logprobs(kernels, vocab):  # noqa: F811
         native.logprobs(logits[:1], torch.tensor([vocab]))
 
 
-def test_logprobs_of_what_is_no_number(kernels):  # noqa: F811
+def test_logprobs_of_nan(kernels):  # noqa: F811
     logits = torch.zeros(3, 40)
     logits[0, 33], logits[1], logits[2, 5] = NAN, -INF, INF
     for native in kernels.values():

@@ -31,7 +31,7 @@ def test_cap_0_uses_the_whole_budget(load, monkeypatch):
         assert any("one expert slot per layer" in notice for notice in loaded.notices) == (slots == 4)
 
 
-def test_what_does_not_fit_is_refused_with_need_and_have(load, monkeypatch):
+def test_a_model_that_does_not_fit_is_refused_with_need_and_have(load, monkeypatch):
     reads = []
     monkeypatch.setattr("snapshot.reader.FileReader.read_into", lambda *rest: reads.append(rest))
     with pytest.raises(Refused, match=r"need 0\.\d+ GB with one expert slot per layer and CTX=2048, have 0\.010 GB"):
@@ -72,7 +72,7 @@ def test_a_tight_budget_gets_smaller_prefill_chunks(load, monkeypatch):
         left = plan.budget_bytes - plan.fixed_bytes
         assert plan.scratch_bytes <= left / 2
         assert plan.prefill_chunk <= 256 or plan.scratch_bytes <= left / 10
-    assert load(SNAPSHOT, RAM_GB=budget / 1e9, PREFILL_CHUNK=1000).plan.prefill_chunk == 1000  # asked for, kept
+    assert load(SNAPSHOT, RAM_GB=budget / 1e9, PREFILL_CHUNK=1000).plan.prefill_chunk == 1000  # set by the user, kept
 
 
 def test_more_memory_never_refuses_what_fitted_in_less(load, monkeypatch):
@@ -114,7 +114,7 @@ def test_the_script_prints_the_plan_of_the_engine(run_colibri, arguments):
     assert [slots["layers"] for slots in plan["slots"]] == [[1, 2, 3, 4, 5]]  # the last is the MTP layer
 
 
-def test_the_script_refuses_what_does_not_fit():
+def test_the_script_refuses_a_model_that_does_not_fit():
     environ = {"PATH": os.environ["PATH"], "USAGE": "0", "RAM_GB": "0.05"}
     command = [sys.executable, str(ROOT / "scripts" / "plan.py"), str(EMBEDDED_SNAPSHOT)]
     process = subprocess.run(command, env=environ, capture_output=True, text=True)

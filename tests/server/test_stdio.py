@@ -41,7 +41,7 @@ def one_tokenizer():
         yield
 
 
-class FakeJob:
+class FakeActiveRequest:
     def __init__(self, request):
         self.id, self.request, self.stop_ids, self.cancelled = 1, request, {}, threading.Event()
 
@@ -55,7 +55,7 @@ class FakeScheduler:
 
     def __init__(self, *answers, context=64, num_slots=2, ending=None):
         self.answers, self.context, self.num_slots, self.ending = list(answers), context, num_slots, ending
-        self.requests, self.jobs = [], []
+        self.requests, self.submitted = [], []
 
     def statistics(self):
         return {"slots": self.num_slots}
@@ -65,18 +65,18 @@ class FakeScheduler:
         answer = self.answers.pop(0) if self.answers else "yes"
         if isinstance(answer, Exception):
             raise answer
-        job = FakeJob(request)
-        self.jobs.append(job)
+        active = FakeActiveRequest(request)
+        self.submitted.append(active)
         ids = TOKENIZER.encode(answer) if isinstance(answer, str) else answer
-        listener(Started(job, 0))
-        listener(Prefilled(job, None))
+        listener(Started(active, 0))
+        listener(Prefilled(active, None))
         for token in ids[: request.max_tokens]:
-            listener(NewToken(job, 0, token, None, None))
+            listener(NewToken(active, 0, token, None, None))
         if self.ending == "never":
-            return job
+            return active
         reason, error = self.ending or ("stop" if len(ids) < request.max_tokens else "length", None)
-        listener(Finished(job, 0, reason, error))
-        return job
+        listener(Finished(active, 0, reason, error))
+        return active
 
 
 def fake_loaded(**counters):
@@ -171,7 +171,7 @@ def test_the_numbers_of_stat():
     assert hit_rate_since(CacheCounters(hits=10), CacheCounters(hits=10)) == 0
 
 
-def test_slots_are_separate_conversations():
+def test_kv_slots_are_separate_conversations():
     scheduler = FakeScheduler("a", "b", "c", "d", "e")
     exchange(
         frame("one", slot=0) + frame("two", slot=1) + b"\x02MORE\n" + frame("three", slot=0) + b"\x02MORE\n", scheduler
@@ -289,7 +289,7 @@ def test_a_character_is_never_split():
     assert "".join(data.decode() for data in out.writes).count("😀") == 1
 
 
-def test_more_gives_the_other_half_of_a_character():
+def test_more_completes_a_split_character():
     ids = TOKENIZER.encode("a😀")
     scheduler = FakeScheduler(ids[:2], [*ids[2:], *TOKENIZER.encode(" b")])
     first, second = parse_replies(exchange(frame("x", 2) + b"\x02MORE\n", scheduler))
@@ -326,7 +326,7 @@ def test_reset_more_and_blank_lines_without_a_conversation():
     assert len(scheduler.requests) == 1
 
 
-def test_reset_forgets_the_slot_that_was_used_last():
+def test_reset_clears_the_kv_slot_that_was_used_last():
     scheduler = FakeScheduler()
     exchange(
         frame("one", slot=0) + frame("two", slot=1) + b"\x02RESET\n\x02MORE\n" + frame("x", slot=0) + b"\x02MORE\n",
@@ -453,7 +453,7 @@ def test_a_closed_stdout_cancels_the_answer(ending):
         with pytest.raises(BrokenPipeError):
             serve(Stdin(io.BytesIO(frame("x"))), scheduler, stdout)
         closer.join()
-        assert [job.cancelled.is_set() for job in scheduler.jobs] == [True]
+        assert [active.cancelled.is_set() for active in scheduler.submitted] == [True]
         os.dup2(os.open(os.devnull, os.O_WRONLY), stdout.fileno())  # for the data that is still buffered
 
 
@@ -468,7 +468,7 @@ def test_ctrl_c_cancels_the_answer():
 
     with pytest.raises(KeyboardInterrupt):
         serve(frame("x"), scheduler, Stdout())
-    assert scheduler.jobs[0].cancelled.is_set()
+    assert scheduler.submitted[0].cancelled.is_set()
 
 
 # --- with a real model ------------------------------------------------------------------------------------------------
@@ -505,8 +505,8 @@ def test_an_answer_in_parts_equals_the_whole_answer(scheduler, temperature):
     assert sum(numbers[0] for _, _, numbers in parts) == whole[0][2][0] == 24
 
 
-def test_two_slots_do_not_mix(scheduler):
-    """By turns in two slots and each alone the greedy texts are the same, and the prefix cache is used."""
+def test_two_kv_slots_do_not_mix(scheduler):
+    """Interleaved in two KV slots and each alone, the greedy texts are the same, and the prefix cache is used."""
 
     def texts(stdin):
         return [text for text, _, _ in parse_replies(exchange(stdin, scheduler, scheduler.loaded))]

@@ -58,7 +58,7 @@ def varied_requests(count, most=12):
 
 
 def reference_ids(model, request, row=0):
-    """The ids of a row, each token from a full forward over the text so far."""
+    """The ids of one sequence, each token from a full forward over the text so far."""
     r = request
     sampler = Sampler(r.temperature, r.nucleus, r.seed, row, r.top_k)
     ids = naive_generate(model, r.prompt_ids, r.max_tokens, sampler)

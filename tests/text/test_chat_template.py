@@ -18,7 +18,7 @@ TOOLS = [
         "function": {"name": "add", "description": "a < b & 'ü'", "parameters": {"type": "object", "properties": {}}},
     }
 ]
-TALK = [
+CONVERSATION = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": " 2+2?\n"},
     {
@@ -81,11 +81,11 @@ def folder(request, text_folder):
 def test_the_text_equals_that_of_transformers(folder, tools, thinking):
     transformers = pytest.importorskip("transformers", reason="transformers is not installed: make_reference needs it")
     theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder).apply_chat_template(
-        TALK, tools=tools, tokenize=False, add_generation_prompt=True, enable_thinking=thinking
+        CONVERSATION, tools=tools, tokenize=False, add_generation_prompt=True, enable_thinking=thinking
     )
     ours = TextTokenizer(folder, CONFIG)
-    assert ours.render_chat(TALK, tools=tools, enable_thinking=thinking) == theirs
-    text, ids = ours.encode_chat(TALK, tools=tools, enable_thinking=thinking)
+    assert ours.render_chat(CONVERSATION, tools=tools, enable_thinking=thinking) == theirs
+    text, ids = ours.encode_chat(CONVERSATION, tools=tools, enable_thinking=thinking)
     assert text == theirs and ids == ours.encode(theirs)
 
 
@@ -126,11 +126,11 @@ def test_message_text_with_special_tokens_is_encoded_as_plain_text():
 
 def test_special_tokens_in_tools_and_calls_stay_text():
     tools = [{"type": "function", "function": {"name": "<|user|>", "parameters": {"<sop>": 1}}}]
-    talk = [
+    conversation = [
         {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {"[MASK]": 1}}}]}
     ]
-    text, ids = TOKENIZER.encode_chat(talk, tools=tools)
-    assert TOKENIZER.decode(ids) == text == TOKENIZER.render_chat(talk, tools=tools)
+    text, ids = TOKENIZER.encode_chat(conversation, tools=tools)
+    assert TOKENIZER.decode(ids) == text == TOKENIZER.render_chat(conversation, tools=tools)
     assert specials(ids) == ["[gMASK]", "<sop>", "<|system|>", "<|assistant|>", "<|assistant|>"]
 
 
