@@ -8,7 +8,7 @@ export PROMPT ?= In the beginning
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /  make \1\t/' | expand -t 20
 
-setup: .venv/ready  ## make .venv with what running and testing need
+setup: .venv/ready  ## make .venv with the packages for running and testing
 
 # The requirements are those of pyproject.toml; the project itself is run from the checkout.
 .venv/ready: pyproject.toml constraints.txt
@@ -24,7 +24,7 @@ run: setup  ## generate text with the embedded model; PROMPT="..." make run
 
 smollm: models/smollm/config.json  ## a real instruct model, SmolLM2 135M, in models/smollm: 93 MB to download, 2 GB of disk
 
-# What reads its GGUF is installed here and not by setup: nothing else needs it.
+# The package gguf is installed here and not by setup: nothing else needs it.
 models/smollm/config.json: | setup
 	@$(BIN)/python -c 'import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
 	print("\n".join(p["optional-dependencies"]["smollm"]))' > .venv/smollm.txt
@@ -45,26 +45,26 @@ lint: setup  ## ruff: rules and format; mypy: types
 native: setup  ## compile the C kernels for every instruction set of this machine
 	$(BIN)/python scripts/native.py
 
-native-asan: setup  ## the kernel tests with the sanitizers for addresses and undefined behaviour, some minutes
+native-asan: setup  ## the kernel tests with the address and undefined behavior sanitizers, some minutes
 	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" ASAN_OPTIONS=detect_leaks=0 \
 	$(BIN)/python -m pytest -q --sanitize tests/kernels/test_kernels.py tests/kernels/test_small_kernels.py tests/kernels/test_family_kernels.py tests/forward/test_kv_dtype.py
 
-bench-kernels: setup  ## each kernel against a plain read of memory and torch, some minutes
+bench-kernels: setup  ## matrix kernels: share of the memory bandwidth, GFLOP/s against torch; some minutes
 	$(BIN)/python bench/kernels.py
 
-bench-decode: setup  ## warm decode and prefill of a synthetic GLM-5.2 in memory: 5 GB of disk and of memory
+bench-decode: setup  ## decode and prefill of a synthetic GLM-5.2, all experts cached: 5 GB of disk and of memory
 	$(BIN)/python bench/decode.py
 
-bench-streaming: setup  ## a synthetic GLM-5.2 larger than its memory: 17 GB of disk, 6 GB of memory, 8 minutes
+bench-streaming: setup  ## expert streaming of a synthetic GLM-5.2: 17 GB of disk, 6 GB of memory, 8 minutes
 	$(BIN)/python bench/streaming.py
 
-bench-speculation: setup  ## DRAFT=auto against fixed depths, by a replayed price: 0.1 GB of disk, some minutes
+bench-speculation: setup  ## speculative decoding: DRAFT=auto against fixed draft lengths: 0.1 GB of disk, some minutes
 	$(BIN)/python bench/speculation.py
 
-bench-serving: setup  ## eight clients against one, and a short prompt beside a long one: 17 GB of disk, 9 GB of memory
+bench-serving: setup  ## continuous batching: eight clients against one: 17 GB of disk, 9 GB of memory
 	$(BIN)/python bench/serving.py
 
-soak: setup  ## mixed prompts for half an hour: the budget holds, nothing leaks, the answers stay the same
+soak: setup  ## mixed prompts for half an hour: checks the memory budget, leaks, and equal answers
 	$(BIN)/python dev/soak.py
 
 clean:  ## remove .venv and caches
