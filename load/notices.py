@@ -23,7 +23,7 @@ def lossy_options(
         yield f"dense_bits={settings.dense_bits}", f"dense weights are quantized to {settings.dense_bits} {at_load}"
     if 0 < settings.topk < num_active:
         option = f"TOPK={settings.topk}"
-        yield option, f"{option}: {settings.topk} experts a token, not the model's {num_active}"
+        yield option, f"{option}: {settings.topk} of the model's {num_active} active experts a token"
     if 0 < settings.topp < 1:
         option = f"TOPP={settings.topp:g}"
         yield option, f"{option}: a token's weakest experts beyond that share of its router scores are dropped"

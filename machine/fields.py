@@ -64,7 +64,7 @@ class FieldReader:
         return self.check(name, default, self.to_flag, self.FLAGS)
 
     def text(self, name: str, default: Any = MISSING) -> Any:
-        return self.check(name, default, to_text, "a text without halves of surrogate pairs")
+        return self.check(name, default, to_text, "a text of valid Unicode")
 
     def one_of(self, name: str, words: Collection[str], default: Any = MISSING) -> Any:
         *most, last = words
@@ -76,7 +76,9 @@ class FieldReader:
         values = self.check(name, default, lambda v: v if isinstance(v, list) else None, "a list of whole numbers")
         for i, value in enumerate(values or ()):
             if within(self.to_whole(value), low, high) is None:
-                self.expected(f"{name}[{i}]", value, f"a whole number from {low} to {high}")
+                self.refuse(
+                    name, f"{self.label(name)}[{i}]={show(value)}: expected a whole number from {low} to {high}"
+                )
         return values
 
     def to_whole(self, value: Any) -> int | None:

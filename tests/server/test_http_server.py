@@ -234,6 +234,8 @@ def test_tokenize_and_detokenize(server):
     _, body, _ = server.post("/tokenize", {"messages": MESSAGES})
     assert body["tokens"] == TOKENIZER.encode_chat(MESSAGES)[1]
     assert server.post("/detokenize", {"tokens": ids_of("In 😀")})[1] == {"prompt": "[gMASK]<sop>In 😀"}
+    status, body, _ = server.post("/detokenize", {"tokens": [5, -1]})
+    assert (status, body["error"]["param"]) == (400, "tokens") and "tokens[1]=-1" in body["error"]["message"]
 
 
 def test_metrics_for_prometheus(server):
