@@ -7,6 +7,7 @@ prefilled once. Texts that do not fit CTX are truncated on the left, with a noti
 
 import queue
 import time
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,7 +64,7 @@ class EvaluationOptions:
 
 
 class Evaluation:
-    """Evaluation of one snapshot. Encoding needs its headers alone, everything else the model that `load` sets."""
+    """Evaluation of one snapshot. Encoding needs only its headers, everything else the model that `load` sets."""
 
     def __init__(self, settings: Settings, opened: OpenedSnapshot):
         self.settings = settings
@@ -145,7 +146,9 @@ class Evaluation:
 
     def score(self, requests: list[ScoreRequest]) -> list[Score]:
         """-> Scores in the order of the requests."""
-        progress, scores = EvaluationProgress("score", len(requests)), {}
+        assert self.loaded, "load comes before"
+        progress = EvaluationProgress("score", len(requests))
+        scores: dict[int, Score] = {}
         most = self.context * self.loaded.plan.kv_slots
         for index, score in score_requests(self.loaded.model, requests, most):
             scores[index] = score
@@ -156,15 +159,20 @@ class Evaluation:
 
     def generate(self, requests: list[tuple[str, EvaluationOptions]]) -> list[str]:
         """[(context, EvaluationOptions), ...] -> texts. A repeated request is sampled with another seed."""
-        prompts, rows, asked = [], [], {}
+        assert self.loaded, "load comes before"
+        prompts: list[list[int]] = []
+        rows: list[int] = []
+        repeats: Counter[tuple[str, EvaluationOptions]] = Counter()
         for context, options in requests:
             room = self.context - positions_needed(0, options.max_tokens)
             prompts.append(self.fit(self.tokenizer.encode(context), room, "answer"))
-            rows.append(asked.setdefault((context, options), 0))
-            asked[context, options] += 1
+            rows.append(repeats[context, options])
+            repeats[context, options] += 1
         self.say_cut("prompts")
-        readers, progress = queue.SimpleQueue(), EvaluationProgress("generate", len(requests))
-        scheduler, answers = Scheduler(self.loaded, max_queue=len(requests)), {}
+        readers: queue.SimpleQueue[AnswerReader] = queue.SimpleQueue()
+        progress = EvaluationProgress("generate", len(requests))
+        answers: dict[int, str] = {}
+        scheduler = Scheduler(self.loaded, max_queue=len(requests))
         try:
             # Sorted, so that requests with a shared prefix follow each other and reuse its KV cache.
             for index in sorted(range(len(requests)), key=lambda index: prompts[index]):
@@ -175,6 +183,7 @@ class Evaluation:
                 reader = readers.get()
                 if reader.error:
                     raise Refused(f"an answer failed: {reader.error}")
+                assert reader.answer is not None  # of a finished one without an error
                 answers[reader.index] = reader.answer
                 progress(len(answers))
         finally:
@@ -208,7 +217,7 @@ class Evaluation:
 
 
 class AnswerReader:
-    """Listener of one answer: collects its text and cancels the job at the first of the `until` strings."""
+    """Listener of one answer: collects its text and cancels the request at the first of the `until` strings."""
 
     def __init__(self, index: int, tokenizer: TextTokenizer, until: tuple[str, ...], done: "queue.SimpleQueue"):
         self.index = index
@@ -244,8 +253,8 @@ def first_token(tokenizer: TextTokenizer, opened: OpenedSnapshot) -> list[int]:
     for key in ("bos_token", "eos_token"):
         if (token := tokenizer.special_tokens.get(key)) and (ids := tokenizer.find_ids([token])):
             return ids
-    if ids := (*tokenizer.stop_ids, *opened.config.stop_ids)[:1]:
-        return list(ids)
+    if stop_ids := (*tokenizer.stop_ids, *opened.config.stop_ids):
+        return [stop_ids[0]]
     raise Refused(f"{tokenizer.path.parent}: declares no bos_token and no eos_token to stand for an empty context")
 
 

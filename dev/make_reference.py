@@ -13,6 +13,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer
@@ -22,7 +23,7 @@ from transformers.utils import logging
 PREFIX = ("[gMASK]", "<sop>")
 
 
-def load_model(folder: str | Path) -> torch.nn.Module:
+def load_model(folder: str | Path) -> Any:
     """The snapshot in float32. Tensors too many or too few are an error, except the MTP layer, not run here."""
     torch.set_num_threads(1)
     logging.set_verbosity_error()  # its load report lists every MTP tensor; the check below replaces it
@@ -46,15 +47,14 @@ def encode(folder: str | Path, prompt: str, prefix: bool = True) -> tuple[Tokeni
     """The tokenizer and the ids of the prompt, after [gMASK]<sop> where the vocabulary has them."""
     tokenizer = Tokenizer.from_file(str(Path(folder) / "tokenizer.json"))
     ids = tokenizer.encode(prompt, add_special_tokens=False).ids
-    head = [tokenizer.token_to_id(token) for token in PREFIX]
-    head = [token for token in head if token is not None]
+    head = [token for token in map(tokenizer.token_to_id, PREFIX) if token is not None]
     if prefix and ids[: len(head)] != head:
         ids = head + ids
     return tokenizer, ids
 
 
 @torch.no_grad()
-def greedy(model: torch.nn.Module, prompt_ids: list[int], num_tokens: int) -> list[int]:
+def greedy(model: Any, prompt_ids: list[int], num_tokens: int) -> list[int]:
     """The prompt and num_tokens greedy ids, with a KV cache. EOS counts as any other id."""
     prompt = torch.tensor([prompt_ids])
     # generate fills a None in its argument from the model's own settings, so EOS has to go there
@@ -63,7 +63,7 @@ def greedy(model: torch.nn.Module, prompt_ids: list[int], num_tokens: int) -> li
     return output[0].tolist()
 
 
-def compute_reference(model: torch.nn.Module, prompt_ids: list[int], num_tokens: int) -> tuple[dict, float]:
+def compute_reference(model: Any, prompt_ids: list[int], num_tokens: int) -> tuple[dict, float]:
     """-> (content of ref_glm.json, smallest margin between the two best logits over the continuation)."""
     full_ids = greedy(model, prompt_ids, num_tokens)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Write a snapshot of random weights in the shapes of a real model, with routing like a real one's, to measure on.
+"""Write a snapshot of random weights in the shapes of a real model, with realistic routing, for benchmarks.
 
     python dev/make_synthetic.py glm-5.2 /tmp/glm --layers 4 --vocab 32768 --format int4-g64
     python dev/make_synthetic.py small /tmp/small --hidden 512 --moe-width 512 --format bf16
@@ -9,11 +9,11 @@ structure that makes the routing (dev/synthetic/structure.py).
 
 --routing uniform: ids sampled evenly, experts used evenly, little overlap from one token to the next.
 --routing trace: like traces of real models. Popularity about Zipf over the experts; of the experts that a window of 128
-tokens uses, about 13 % were not used in the window before; the route of a token depends on what stands before it, so
-the same id takes other experts elsewhere. The ids are no text but have the statistics of one: Zipf, with topics that
+tokens uses, about 13 % were not used in the window before; the route of a token depends on the tokens before it, so
+the same id uses other experts elsewhere. The ids are no text but have the statistics of one: Zipf, with topics that
 change (dev/synthetic/text.py).
 
-At the end the engine runs --report-tokens of the ids and the script prints what the routing really does; 0 skips it.
+At the end the engine runs --report-tokens of the ids and the script prints statistics of the routing; 0 skips it.
 Exit code 2 is bad input or a full disk, with an error of one line; sizes that the engine refuses are refused at once.
 """
 
@@ -22,7 +22,9 @@ import json
 import shutil
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -31,7 +33,7 @@ from dev.synthetic.fill import Filler, Formats
 from dev.synthetic.report import print_report
 from dev.synthetic.shapes import DEFAULTS, make_config
 from dev.synthetic.structure import ROUTINGS
-from dev.synthetic.tensors import model_groups
+from dev.synthetic.tensors import Groups, model_groups
 from dev.synthetic.text import topic_ids, uniform_ids
 from errors import Refused
 from kernels.formats import FORMATS, MXFP4
@@ -44,7 +46,7 @@ SMALLS_OWN = ("hidden", "moe_width", "active", "index_topk")
 LEAST = {"hidden": 64, "vocab": 16, "report_tokens": 0, "seed": 0}  # of the others 1
 
 
-def make_parser():
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", choices=DEFAULTS)
     parser.add_argument("out", type=Path, metavar="DST")
@@ -63,7 +65,7 @@ def make_parser():
     return parser
 
 
-def fill_in(args):
+def fill_in(args: argparse.Namespace) -> dict[str, Any]:
     """Set defaults of missing options -> config.json. Refused for invalid sizes, here or for the engine, before any
     file is written."""
     for name, value in DEFAULTS[args.name].items():
@@ -82,18 +84,20 @@ def fill_in(args):
     return config
 
 
-def option(name):
+def option(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def plan_files(args, config, filler, rng):
-    """-> for each file its tensors in groups, and its Shard."""
+def plan_files(
+    args: argparse.Namespace, config: dict[str, Any], filler: Filler, rng: np.random.Generator
+) -> Iterator[tuple[Groups, Shard]]:
+    """Yield the tensors of each file in groups, and its Shard."""
     for number, groups in enumerate(model_groups(config, ROUTINGS[args.routing], rng), 1):
         name = f"model-{number:05d}-of-{args.layers + 1:05d}.safetensors"
         yield groups, Shard(name, [filler.group_parts(group) for group in groups], filler.formats_of(groups), SOURCE)
 
 
-def write_snapshot(args, config):
+def write_snapshot(args: argparse.Namespace, config: dict[str, Any]) -> tuple[int, float]:
     """Write config.json, the weights and ref_glm.json -> (bytes, seconds) of the weights."""
     # One generator for each purpose, so that all formats get the same text and the same routers.
     of_text, of_structure, of_weights = (np.random.default_rng([args.seed, purpose]) for purpose in range(3))
@@ -120,7 +124,7 @@ def write_snapshot(args, config):
     return total, seconds
 
 
-def main(arguments=None):
+def main(arguments: list[str] | None = None) -> int:
     args = make_parser().parse_args(arguments)
     try:
         total, seconds = write_snapshot(args, fill_in(args))
@@ -139,7 +143,7 @@ def main(arguments=None):
     return 2
 
 
-def unfinished(folder):
+def unfinished(folder: Path) -> str:
     """A hint to delete a folder whose weights are incomplete, or an empty text."""
     begun = any(folder.glob("*.safetensors*")) and not (folder / "config.json").exists()
     return f"; {folder} is unfinished, delete it" if begun else ""

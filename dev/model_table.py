@@ -7,7 +7,9 @@ An entry means that there is a test with that model; tests/test_house.py compare
 
 import itertools
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -43,7 +45,7 @@ size.
 """
 
 
-def cases(test):
+def cases(test: Callable) -> list[dict[str, Any]]:
     """A parametrized test -> its cases, {argument: value} each."""
     axes = []
     for mark in getattr(test, "pytestmark", ()):
@@ -54,12 +56,12 @@ def cases(test):
     return [{key: value for part in parts for key, value in part.items()} for parts in itertools.product(*axes)]
 
 
-def table():
+def table() -> str:
     """The document, as text."""
     from tests.conftest import FIXTURES, read_json
     from tests.forward import test_families as tests
 
-    def has(test, **wanted):
+    def has(test: Callable, **wanted: Any) -> bool:
         return any(all(case.get(key) == value for key, value in wanted.items()) for case in cases(test))
 
     lines = []

@@ -1,16 +1,23 @@
 """Tensors -> the bytes of a file: the format of each, and its contents, copied from a pool or quantized."""
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from dev.synthetic.pool import Pool
 from dev.synthetic.structure import CONSTANT
+from dev.synthetic.tensors import Groups, SyntheticTensor
 from kernels.formats import DTYPES, FLOATS, FORMATS, FP8, WeightFormat
 from kernels.quantize import quantize, quantize_fp8
-from scripts.container import make_tensor, weight_tensors
+from scripts.container import ContainerTensor, make_tensor, weight_tensors
 
 MOST_VALUES = 1 << 25  # in a pool: tens of MB
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -21,18 +28,18 @@ class Formats:
     dense: WeightFormat
 
     @property
-    def ends(self):
+    def ends(self) -> WeightFormat:
         """Embedding and head: 8 bits in containers of the hub, floats in FP8 checkpoints."""
         if self.dense is FP8:
             return FLOATS["BF16"]
         return FORMATS["int8-row"] if self.dense.is_integer else self.dense
 
     @property
-    def small(self):
+    def small(self) -> WeightFormat:
         """Norms and router: float32 in containers of the hub, else as the dense matrices."""
         return FLOATS["F32"] if self.dense.is_integer else self.ends
 
-    def of(self, tensor):
+    def of(self, tensor: SyntheticTensor) -> WeightFormat:
         # The published bias is float32 everywhere.
         return FLOATS["F32"] if tensor.name.endswith("e_score_correction_bias") else getattr(self, tensor.role)
 
@@ -40,26 +47,29 @@ class Formats:
 class Filler:
     """Makes the contents of tensors. `scale_dtype` is that of integer formats, F16 or F32."""
 
-    def __init__(self, formats, scale_dtype, largest, rng):
-        self.formats, self.scale_dtype, self.rng = formats, scale_dtype, rng
+    def __init__(self, formats: Formats, scale_dtype: str, largest: int, rng: np.random.Generator):
+        self.formats = formats
+        self.scale_dtype = scale_dtype
+        self.rng = rng
         self.num_values = min(max(4 * largest, 1 << 18), MOST_VALUES)
-        self.pools = {}
+        self.pools: dict[str, Pool] = {}
 
-    def pool(self, fmt):
+    def pool(self, fmt: WeightFormat) -> Pool:
         """Formats with the same codes share one."""
         kind = fmt.name.split("-")[0]
         if kind not in self.pools:
             self.pools[kind] = Pool(fmt, self.num_values, self.rng)
         return self.pools[kind]
 
-    def parts(self, tensor):
-        """A Tensor -> its Parts: scales, if its format has any, and data."""
+    def parts(self, tensor: SyntheticTensor) -> list[ContainerTensor]:
+        """-> its tensors in the file: scales, if its format has any, and data."""
         fmt = self.formats.of(tensor)
         if len(tensor.shape) == 1:
             return [make_tensor(tensor.name, str(fmt).upper(), tensor.shape)]
-        return weight_tensors(tensor.name, fmt, *tensor.shape, self.scale_dtype)
+        rows, columns = tensor.shape
+        return weight_tensors(tensor.name, fmt, rows, columns, self.scale_dtype)
 
-    def formats_of(self, groups):
+    def formats_of(self, groups: Groups) -> dict[str, str]:
         """Names of packed tensors (of experts their shared prefix) -> format names, for the metadata of a file."""
         formats = {}
         for tensor in (tensor for group in groups for tensor in group):
@@ -69,15 +79,15 @@ class Filler:
                 formats[tensor.name.split(".experts.")[0] + ".experts." if expert else tensor.name] = str(fmt)
         return formats
 
-    def group_parts(self, group):
+    def group_parts(self, group: list[SyntheticTensor]) -> list[ContainerTensor]:
         return list(in_order(group, map(self.parts, group)))
 
-    def group_buffers(self, group):
+    def group_buffers(self, group: list[SyntheticTensor]) -> Iterator[Tensor]:
         """The contents in the order of group_parts; of the dense weights one tensor exists at a time."""
         return in_order(group, map(self.contents, group))
 
-    def contents(self, tensor):
-        """A Tensor -> [data], or [scales, data]."""
+    def contents(self, tensor: SyntheticTensor) -> list[Tensor]:
+        """-> [data], or [scales, data]."""
         fmt = self.formats.of(tensor)
         if tensor.values is not None:
             return self.encode(torch.from_numpy(tensor.values), fmt)
@@ -88,14 +98,14 @@ class Filler:
             return self.encode(values, fmt)
         return self.copy(tensor, fmt)
 
-    def encode(self, values, fmt):
+    def encode(self, values: Tensor, fmt: WeightFormat) -> list[Tensor]:
         if fmt is FP8:
             return list(reversed(quantize_fp8(values)))
         if fmt.is_integer:
             return list(reversed(quantize(values, fmt, DTYPES[self.scale_dtype])))
         return [values.to(fmt.dtype)]
 
-    def copy(self, tensor, fmt):
+    def copy(self, tensor: SyntheticTensor, fmt: WeightFormat) -> list[Tensor]:
         """A matrix from the pool, with the rows and columns that are set."""
         pool, (rows, columns) = self.pool(fmt), tensor.shape
         own = tensor.patch is not None or tensor.constant > 0
@@ -116,19 +126,19 @@ class Filler:
             self.set_constant(tensor, fmt, buffers)
         return buffers
 
-    def set_constant(self, tensor, fmt, buffers):
+    def set_constant(self, tensor: SyntheticTensor, fmt: WeightFormat, buffers: list[Tensor]) -> None:
         """The first columns of the embedding; it is float, or has whole bytes and one scale to a row."""
         if fmt.has_scales:
             codes = (CONSTANT / buffers[0].float()).round().clamp(-127, 127)
             buffers[1][:, : tensor.constant] = codes.to(torch.int8).view(torch.uint8)
         else:
+            assert fmt.dtype, "a float format"
             buffers[0].view(fmt.dtype)[:, : tensor.constant] = CONSTANT
 
 
-def in_order(group, buffers):
-    """[scales and data of each tensor] -> one after the other: of an expert all scales first, so that they stay
-    aligned whatever the length of the data."""
-    if group[0].role == "expert":
-        buffers = zip(*buffers, strict=True)
-    for several in buffers:
+def in_order(group: list[SyntheticTensor], items: Iterable[list[Item]]) -> Iterator[Item]:
+    """[scales and data of each tensor] -> flat; of an expert all scales first, so that they stay aligned whatever the
+    length of the data."""
+    ordered: Iterable[Iterable[Item]] = zip(*items, strict=True) if group[0].role == "expert" else items
+    for several in ordered:
         yield from several

@@ -13,29 +13,37 @@ Definitions, for one layer:
 
 import json
 from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
+from torch import Tensor
 
 import forward.router
 from forward.kv_cache import make_kv_cache
+from forward.model import Model
 from forward.step import step
 from load.model import load_model
 from settings import Settings
+from snapshot.config import ModelConfig
+from snapshot.weights import MoeWeights
 
 WINDOW = 128  # tokens
 NEAR, FAR = 16, 256  # positions apart: the same context, another one
 CAPS = (8, 16, 32, 64, 128)
 
+Line = tuple[str, Sequence[float]]  # of the table: what, its value in each sparse layer
+Pairs = list[tuple[int, int]]  # of positions
 
-def print_report(folder, count):
+
+def print_report(folder: Path, count: int) -> None:
     """Run the first `count` ids of ref_glm.json and print what the routing did. Refused when it does not fit memory."""
     config, rows = measure_folder(folder, count)
     print(f"routing over {count} tokens, {config.num_experts} experts, {config.num_active_experts} a token")
     print_table(config.sparse_layers, rows)
 
 
-def measure_folder(folder, count):
-    """-> (ModelConfig, rows of `measure`)."""
+def measure_folder(folder: Path, count: int) -> tuple[ModelConfig, list[Line]]:
     ids = json.loads((folder / "ref_glm.json").read_text())["full_ids"][:count]
     environ = {"SNAP": str(folder), "CTX": str(count), "PREFILL_CHUNK": str(count), "LOOKAHEAD": "0"}
     loaded = load_model(Settings.read(["1"], environ))
@@ -45,32 +53,34 @@ def measure_folder(folder, count):
         loaded.close()
 
 
-def print_table(layers, rows):
-    """rows [(what, values of the layers), ...] in aligned columns, their mean at the end."""
+def print_table(layers: Sequence[int], rows: list[Line]) -> None:
+    """Aligned columns, the mean over the layers at the end."""
     width = max(len(what) for what, _ in rows)
     print(" " * width, *(f"{f'layer {layer}':>9}" for layer in layers), f"{'mean':>9}")
     for what, values in rows:
         known = [value for value in values if not np.isnan(value)]
-        cells = [*values, np.mean(known) if known else np.nan]
+        cells = [*values, float(np.mean(known)) if known else np.nan]
         print(f"{what:{width}}", *(f"{show(value):>9}" for value in cells))
 
 
-def show(value):
+def show(value: float) -> str:
     if np.isnan(value):
         return "-"
     return f"{value:.3f}" if value < 10 else f"{value:.0f}"
 
 
-def record_routes(model, ids):
+def record_routes(model: Model, ids: list[int]) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Run the ids as a prefill -> (chosen experts of each sparse layer [tokens, active], and what each router but the
     first would choose from the input of the router before it)."""
     plain, layers = forward.router.route, len(model.config.sparse_layers)
-    chosen, predicted, before = [], [], None
+    chosen: list[np.ndarray] = []
+    predicted: list[np.ndarray] = []
+    before: Tensor | None = None
 
-    def recording(config, weights, x):
+    def recording(config: ModelConfig, weights: MoeWeights, x: Tensor) -> tuple[Tensor, Tensor]:
         nonlocal before
         experts, shares = plain(config, weights, x)
-        if len(chosen) % layers:
+        if before is not None and len(chosen) % layers:
             predicted.append(plain(config, weights, before)[0].numpy())
         chosen.append(experts.numpy())
         before = x
@@ -87,8 +97,8 @@ def record_routes(model, ids):
     ]
 
 
-def measure(routes, predictions, ids, num_experts):
-    """-> [(what, its value in each sparse layer), ...]; NaN where the ids are too few to say."""
+def measure(routes: list[np.ndarray], predictions: list[np.ndarray], ids: list[int], num_experts: int) -> list[Line]:
+    """Values are NaN where the ids are too few."""
     masks = [as_mask(experts, num_experts) for experts in routes]
     counts = [mask.sum(0) for mask in masks]
     near, far = pairs_of_same_id(ids)
@@ -96,7 +106,7 @@ def measure(routes, predictions, ids, num_experts):
     others = [(i, i + FAR) for i in range(len(ids) - FAR) if ids[i] != ids[i + FAR]]
     top = max(1, num_experts // 10)
     early = [overlap(mask, as_mask(chosen, num_experts)) for mask, chosen in zip(masks[1:], predictions, strict=True)]
-    rows = [
+    rows: list[Line] = [
         ("distinct experts", [(count > 0).sum() for count in counts]),
         (f"distinct experts in {WINDOW} tokens", [windows(mask)[0] for mask in masks]),
         (f"new experts per {WINDOW} tokens", [windows(mask)[1] for mask in masks]),
@@ -116,28 +126,29 @@ def measure(routes, predictions, ids, num_experts):
     return rows
 
 
-def as_mask(experts, num_experts):
+def as_mask(experts: np.ndarray, num_experts: int) -> np.ndarray:
     """Chosen [tokens, active] -> boolean [tokens, experts]."""
     mask = np.zeros((len(experts), num_experts), dtype=bool)
     np.put_along_axis(mask, experts, True, axis=1)
     return mask
 
 
-def overlap(first, second):
+def overlap(first: np.ndarray, second: np.ndarray) -> float:
     return (first & second).sum() / first.sum()
 
 
-def pair_overlap(mask, pairs):
-    """pairs [(position, position), ...]."""
+def pair_overlap(mask: np.ndarray, pairs: Pairs) -> float:
     if not pairs:
         return np.nan
     first, second = np.array(pairs).T
     return overlap(mask[first], mask[second])
 
 
-def pairs_of_same_id(ids):
+def pairs_of_same_id(ids: list[int]) -> tuple[Pairs, Pairs]:
     """-> pairs of positions of one id: those at most NEAR apart, those at least FAR apart."""
-    places, near, far = {}, [], []
+    places: dict[int, list[int]] = {}
+    near: Pairs = []
+    far: Pairs = []
     for position, token in enumerate(ids):
         before = places.setdefault(token, [])
         near += [(other, position) for other in before if position - other <= NEAR]
@@ -146,7 +157,7 @@ def pairs_of_same_id(ids):
     return near, far
 
 
-def windows(mask):
+def windows(mask: np.ndarray) -> tuple[float, float, float]:
     """-> (distinct experts of a window, share of them that is new, share of the requests that go to new ones)."""
     uses = [mask[at : at + WINDOW].sum(0) for at in range(0, len(mask) - WINDOW + 1, WINDOW)]
     if len(uses) < 2:
@@ -159,27 +170,28 @@ def windows(mask):
     )
 
 
-def entropy(counts):
-    """Of the shares of use, relative to that of even ones."""
+def entropy(counts: np.ndarray) -> float:
+    """Entropy of the shares of use, relative to that of even ones."""
     shares = counts[counts > 0] / counts.sum()
     return -(shares * np.log(shares)).sum() / np.log(len(counts))
 
 
-def zipf_exponent(counts):
+def zipf_exponent(counts: np.ndarray) -> float:
     used = np.sort(counts[counts > 0])[::-1]
-    used = used[: len(used) * 9 // 10]  # single uses at the end say nothing
+    used = used[: len(used) * 9 // 10]  # single uses at the end are noise
     if len(used) < 2:
         return np.nan
     return -np.polyfit(np.log(np.arange(1, len(used) + 1)), np.log(used), 1)[0]
 
 
-def fixed_hit_rate(counts, cap):
+def fixed_hit_rate(counts: np.ndarray, cap: int) -> float:
     return np.sort(counts)[::-1][:cap].sum() / counts.sum()
 
 
-def lru_hit_rate(experts, cap):
-    """Of a cache of `cap` experts, one token after the other, its experts in ascending order."""
-    cached, hits = OrderedDict(), 0
+def lru_hit_rate(experts: np.ndarray, cap: int) -> float:
+    """Hit rate of a cache of `cap` experts, token by token, the experts of each in ascending order."""
+    cached: OrderedDict[int, None] = OrderedDict()
+    hits = 0
     for expert in experts.ravel().tolist():
         if expert in cached:
             hits += 1

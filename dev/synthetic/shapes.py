@@ -1,7 +1,10 @@
 """config.json of the models that can be made: real layer shapes, as many layers, experts and ids as wanted."""
 
+import argparse
+from typing import Any
+
 # Defaults of the command line for each model. `report_tokens` are run at the end, a minute or two on one core.
-DEFAULTS = {
+DEFAULTS: dict[str, dict[str, int]] = {
     "glm-5.2": dict(
         layers=4, experts=256, active=8, hidden=6144, moe_width=2048, vocab=154880, index_topk=2048,
         prompt=512, tokens=256, report_tokens=768,
@@ -13,7 +16,7 @@ DEFAULTS = {
 }  # fmt: skip
 
 
-def make_config(name, args):
+def make_config(name: str, args: argparse.Namespace) -> dict[str, Any]:
     """The sizes of `args`, in the shapes of a model: GLM-5.2 has fixed ones, `small` follows the hidden size.
 
     One dense layer, then sparse ones.

