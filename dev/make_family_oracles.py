@@ -12,7 +12,9 @@ embeddings changes.
 import json
 import sys
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -87,9 +89,9 @@ def write_model(out: Path, config: dict, seed: int) -> None:
 
 
 @torch.no_grad()
-def run(model, ids: list[int], noise: torch.Tensor | float = 0.0) -> dict:
+def run(model: Any, ids: list[int], noise: torch.Tensor | float = 0.0) -> dict:
     """One forward pass -> logits, hidden states, and the choices of each router and each indexer."""
-    seen = {"hidden": [], "routing": {}, "chosen": []}
+    seen: dict[str, Any] = {"hidden": [], "routing": {}, "chosen": []}
     hooks = [model.model.embed_tokens.register_forward_hook(lambda *a: seen["hidden"].append(a[2][0] + noise))]
     for i, layer in enumerate(model.model.layers):
         hooks.append(layer.register_forward_hook(lambda *a: seen["hidden"].append(a[2][0])))
@@ -114,7 +116,7 @@ def decisions(seen: dict) -> list:
     return experts + [sorted(i for i in chosen[-1].tolist() if i <= last) for chosen in seen["chosen"]]
 
 
-def is_clear(model, ids: list[int], gen: torch.Generator) -> bool:
+def is_clear(model: Any, ids: list[int], gen: torch.Generator) -> bool:
     """True if no decision at the last of ids is close."""
     seen = run(model, ids)
     best = seen["logits"][-1].topk(2).values
@@ -124,16 +126,16 @@ def is_clear(model, ids: list[int], gen: torch.Generator) -> bool:
     return all(decisions(run(model, ids, noise)) == decisions(seen) for noise in noises)
 
 
-def search_ids(model, length: int, gen: torch.Generator) -> list[int]:
+def search_ids(model: Any, length: int, gen: torch.Generator) -> list[int]:
     """Random ids, each sampled again until its position is clear; earlier positions do not change any more."""
-    ids = []
+    ids: list[int] = []
     while len(ids) < length:
         candidates = torch.randperm(500, generator=gen).tolist()
         ids.append(next(token for token in candidates if is_clear(model, [*ids, token], gen)))
     return ids
 
 
-def search_prompt(model, gen: torch.Generator) -> list[int]:
+def search_prompt(model: Any, gen: torch.Generator) -> list[int]:
     """A prompt whose greedy continuation is clear at every step and does not just repeat itself."""
     start = search_ids(model, PROMPT - 1, gen)
     for last in torch.randperm(500, generator=gen).tolist():
@@ -145,7 +147,7 @@ def search_prompt(model, gen: torch.Generator) -> list[int]:
     raise RuntimeError("no prompt with a clear continuation: try another seed")
 
 
-def rounded(values) -> list[float]:
+def rounded(values: Iterable[Any]) -> list[float]:
     return [round(float(value), 7) for value in values]
 
 

@@ -13,12 +13,15 @@ import copy
 import json
 import sys
 import tempfile
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import GlmMoeDsaConfig, GlmMoeDsaForCausalLM
 from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import apply_rotary_pos_emb_interleave
 
@@ -31,7 +34,7 @@ LENGTH, PROMPT, CONTINUATION = 48, 12, 24
 SHOWN = (0, 1, 5, 17, 30, 47)  # positions whose routing and DSA choice go into ref.json
 CLEAR = {"logit": 0.05, "router": 0.0035, "dsa": 0.005}  # every decision is won by at least this much
 # fmt: off
-CONFIG = {
+CONFIG: dict[str, Any] = {
     "architectures": ["GlmMoeDsaForCausalLM"], "model_type": "glm_moe_dsa", "dtype": "bfloat16",
     "vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 5, "first_k_dense_replace": 2,
     "intermediate_size": 96, "hidden_act": "silu", "rms_norm_eps": 0.05, "tie_word_embeddings": True,
@@ -53,7 +56,7 @@ LATENT, NORMS = "q_a_layernorm kv_a_layernorm", "input_layernorm post_attention_
 PROJECTIONS = ("q_a_proj", "kv_a_proj_with_mqa", "o_proj")
 # Name of a mistake: the modules it is made in (ends of their names), and the attributes that make it. A function gets
 # the module and returns the attribute.
-MISTAKES = {
+MISTAKES: dict[str, tuple[str, dict[str, Any]]] = {
     "latent norms use rms_norm_eps": (LATENT, {"variance_epsilon": CONFIG["rms_norm_eps"]}),
     "latent norms eps 1e-8": (LATENT, {"variance_epsilon": 1e-8}),
     "main norms eps 1e-6": (f"{NORMS} model.norm", {"variance_epsilon": 1e-6}),
@@ -75,7 +78,7 @@ MISTAKES = {
 # fmt: on
 
 
-def random_tensor(name: str, shape: torch.Size, gen: torch.Generator) -> torch.Tensor:
+def random_tensor(name: str, shape: torch.Size, gen: torch.Generator) -> Tensor:
     """One random parameter, whose scale its name decides."""
     noise = torch.randn(shape, generator=gen)
     layer = name.removesuffix(".weight").removesuffix(".bias").split(".")[-1]
@@ -106,7 +109,9 @@ def write_model(out: Path) -> None:
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
 
 
-def route(gate, x, group_best=2, mask=float("-inf"), biased=False):
+def route(
+    gate: Any, x: Tensor, group_best: int = 2, mask: float = float("-inf"), biased: bool = False
+) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor, Tensor]:
     """The router of transformers with its usual mistakes as options: its three outputs, group scores, expert scores."""
     logits = torch.nn.functional.linear(x.view(-1, gate.hidden_dim), gate.weight)
     scores = logits.sigmoid()
@@ -120,7 +125,9 @@ def route(gate, x, group_best=2, mask=float("-inf"), biased=False):
     return (logits, weights, experts), groups, allowed
 
 
-def index_scores(indexer, hidden, q_resid, position_embeddings, mask, *_):
+def index_scores(
+    indexer: Any, hidden: Tensor, q_resid: Tensor, position_embeddings: Any, mask: Tensor, *_: Any
+) -> Tensor:
     """The indexer's scores [query, key], which its forward does not return."""
     q = indexer.wq_b(q_resid).view(1, hidden.shape[1], indexer.n_heads, indexer.head_dim)
     k = indexer.k_norm(indexer.wk(hidden)).unsqueeze(2)
@@ -132,24 +139,25 @@ def index_scores(indexer, hidden, q_resid, position_embeddings, mask, *_):
     return ((weights.unsqueeze(-2) @ scores).squeeze(-2) + mask)[0]
 
 
-def gap(scores: torch.Tensor, k: int) -> torch.Tensor:
+def gap(scores: Tensor, k: int) -> Tensor:
     """Margin of the k-th best score of each row over the next; infinite where no other is allowed."""
     best = torch.nn.functional.pad(scores, (0, k + 1), value=float("-inf")).topk(k + 1).values
     return torch.where(best[:, k] < -1e30, float("inf"), best[:, k - 1] - best[:, k])
 
 
 @torch.no_grad()
-def run(model, ids: list[int]) -> dict:
-    """One forward: logits, hidden states, routing, DSA choices, and by how much each position's decisions are won."""
-    seen, gaps = {"hidden": [], "routing": {}, "dsa": {}}, {"router": [], "dsa": []}
+def run(model: Any, ids: list[int]) -> dict[str, Any]:
+    """One forward: logits, hidden states, routing, DSA selections, and the margin of each position's decisions."""
+    seen: dict[str, Any] = {"hidden": [], "routing": {}, "dsa": {}}
+    gaps: dict[str, list[Tensor]] = {"router": [], "dsa": []}
 
-    def see_router(layer, gate, args, output):
+    def see_router(layer: int, gate: Any, args: Any, output: Any) -> None:
         outputs, groups, allowed = route(gate, args[0])
         assert torch.equal(outputs[2].sort().values, output[2].sort().values)
         seen["routing"][layer] = output
         gaps["router"] += [gap(groups, gate.topk_group), gap(allowed, gate.top_k)]
 
-    def see_indexer(layer, indexer, args, kwargs, output):
+    def see_indexer(layer: int, indexer: Any, args: Any, kwargs: Any, output: Any) -> None:
         scores = index_scores(indexer, *args)
         chosen = [sorted(row[: i + 1].tolist()) for i, row in enumerate(output[0])]  # after these, masked ones
         assert all(sorted(s[: i + 1].topk(len(chosen[i])).indices.tolist()) == chosen[i] for i, s in enumerate(scores))
@@ -174,16 +182,16 @@ def is_clear(seen: dict) -> bool:
     return all(seen["gaps"][kind][-1] > least for kind, least in CLEAR.items())
 
 
-def search_ids(model, length: int, gen: torch.Generator) -> list[int]:
+def search_ids(model: Any, length: int, gen: torch.Generator) -> list[int]:
     """Random ids, each sampled again until its position is clear; earlier positions do not change any more."""
-    ids = []
+    ids: list[int] = []
     while len(ids) < length:
         candidates = torch.randperm(CONFIG["pad_token_id"], generator=gen).tolist()
         ids.append(next(token for token in candidates if is_clear(run(model, [*ids, token]))))
     return ids
 
 
-def search_prompt(model, gen: torch.Generator) -> list[int]:
+def search_prompt(model: Any, gen: torch.Generator) -> list[int]:
     """A prompt whose greedy continuation is clear at every step and does not just repeat itself."""
     start = search_ids(model, PROMPT - 1, gen)
     for last in torch.randperm(CONFIG["pad_token_id"], generator=gen).tolist():
@@ -198,7 +206,7 @@ def search_prompt(model, gen: torch.Generator) -> list[int]:
 
 
 @torch.no_grad()
-def sensitivity(model, ids: list[int], right: torch.Tensor) -> dict:
+def sensitivity(model: Any, ids: list[int], expected: Tensor) -> dict:
     """Each mistake, made in a copy of the model: how many argmax positions change, and the largest logit difference."""
     table = {}
     for name, (suffixes, attributes) in MISTAKES.items():
@@ -207,12 +215,12 @@ def sensitivity(model, ids: list[int], right: torch.Tensor) -> dict:
             for key, value in attributes.items():
                 setattr(module, key, value(module) if callable(value) else value)
         logits = wrong(torch.tensor([ids]), use_cache=False).logits[0]
-        changed = int((logits.argmax(-1) != right.argmax(-1)).sum())
-        table[name] = {"argmax_changed": changed, "max_abs_diff": float((logits - right).abs().max())}
+        changed = int((logits.argmax(-1) != expected.argmax(-1)).sum())
+        table[name] = {"argmax_changed": changed, "max_abs_diff": float((logits - expected).abs().max())}
     return table
 
 
-def rounded(values) -> list[float]:
+def rounded(values: Iterable[Any]) -> list[float]:
     return [round(float(value), 7) for value in values]
 
 
@@ -223,7 +231,7 @@ def describe_routing(output: tuple) -> dict:
     return {p: {"experts": experts[p].tolist(), "weights": rounded(weights[p])} for p in SHOWN}
 
 
-def describe(model, ids: list[int], teacher: dict, reference: dict) -> dict:
+def describe(model: Any, ids: list[int], teacher: dict, reference: dict) -> dict:
     """The content of ref.json."""
     greedy = run(model, reference["full_ids"])
     logits, logprobs = teacher["logits"], teacher["logits"].log_softmax(-1)

@@ -38,7 +38,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import scripts.conversion
 from dev.tiny.texts import WHERE, load_folder
-from dev.train_tiny import LONG, held_out_rows
+from dev.train_tiny import LONG, held_out_sequences
 from errors import Refused
 from forward.kv_cache import make_kv_cache
 from forward.step import step_all
@@ -74,7 +74,7 @@ def load_sequences(texts: Path | None, folder: Path, num_tokens: int) -> list[li
     needed = ("[gMASK]", "<sop>", "<|endoftext|>")
     if any(tokenizer.token_to_id(token) is None for token in needed):
         raise Refused(f"{folder}: its tokenizer lacks one of {', '.join(needed)}, with which held-out texts are packed")
-    sequences = held_out_rows(tokenizer, load_folder(texts)[1], LONG).tolist()
+    sequences = held_out_sequences(tokenizer, load_folder(texts)[1], LONG).tolist()
     if not sequences:
         raise Refused(f"{texts}: the held-out texts do not fill one sequence of {LONG} tokens")
     if not 0 < num_tokens < len(sequences) * LONG:

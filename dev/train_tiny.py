@@ -143,8 +143,8 @@ class Corpus:
         return out
 
 
-def held_out_rows(tokenizer, documents, length):
-    """The held-out documents cut into rows of `length` + 1 ids, each with its prefix; the tail is dropped."""
+def held_out_sequences(tokenizer, documents, length):
+    """The held-out documents cut into sequences of `length` + 1 ids, each with its prefix; the tail is dropped."""
     prefix = [tokenizer.token_to_id("[gMASK]"), tokenizer.token_to_id("<sop>")]
     end = tokenizer.token_to_id("<|endoftext|>")
     ids = [i for encoded in tokenizer.encode_batch(documents) for i in encoded.ids + [end]]
@@ -154,8 +154,8 @@ def held_out_rows(tokenizer, documents, length):
 
 @torch.no_grad()
 def evaluate(model, rows, batch=8):
-    """Held-out means: nats a token of the language model and of the MTP layer, and how often the MTP layer's best
-    token is the one the model itself would take next (what a draft is accepted for)."""
+    """Held-out means: nats a token of the language model and of the MTP layer, and the share of the MTP layer's
+    best tokens that are the model's own next token (the acceptance rate of drafts)."""
     sums, count = torch.zeros(3), 0
     for i in range(0, len(rows), batch):
         ids = rows[i : i + batch]
@@ -257,7 +257,7 @@ def main():
     (args.out / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
 
     corpus = Corpus(tokenizer, train_documents, args.seed)
-    rows = held_out_rows(tokenizer, held_out, LONG)
+    rows = held_out_sequences(tokenizer, held_out, LONG)
     bigram = bigram_loss(corpus.streams["prose"].tolist(), rows, config["vocab_size"])
     model = TinyGlm(SimpleNamespace(**config))
     parameters = sum(p.numel() for p in model.parameters())

@@ -10,7 +10,7 @@ import torch
 from dev.tiny.model import TinyGlm, index_loss
 from dev.tiny.texts import as_chat, read_jargon, read_kjv, split_turns
 from dev.tiny.tokenizer import save_tokenizer, train_tokenizer
-from dev.train_tiny import CONFIG, Corpus, evaluate, held_out_rows, train
+from dev.train_tiny import CONFIG, Corpus, evaluate, held_out_sequences, train
 from tests.conftest import FIXTURES, read_json, reference
 
 NAME = "glm_moe_dsa_mtp"
@@ -91,7 +91,7 @@ def test_a_short_training_makes_a_snapshot_that_the_engine_runs(load, tmp_path):
     model = TinyGlm(SimpleNamespace(**config))
     corpus = Corpus(tokenizer, prose + chat, seed=1)
     assert corpus.batch(2, 64)[:, :2].tolist() == [[tokenizer.token_to_id(t) for t in ("[gMASK]", "<sop>")]] * 2
-    rows = held_out_rows(tokenizer, prose, 64)
+    rows = held_out_sequences(tokenizer, prose, 64)
     before = evaluate(model, rows)[0]
     tokens = train(model, corpus, minutes=0.15, log=lambda line: None, after_block=lambda block: None)
     assert tokens > 0 and evaluate(model, rows)[0] < before
