@@ -163,13 +163,13 @@ class Settings:
 
     @property
     def drafts(self) -> bool:
-        """Whether this run generates with draft tokens: then the MTP layer is loaded."""
+        """True if this run generates with draft tokens: then the MTP layer is loaded."""
         generates = not self.score and bool(self.serve or self.prompt or not (self.replay or self.tf))
         return generates and self.draft != "0"
 
     @property
     def is_chat(self) -> bool:
-        """Whether CHAT=1 stands alone: in a terminal it starts an interactive chat."""
+        """True if CHAT=1 stands alone: in a terminal it starts an interactive chat."""
         return self.chat and not (self.score or self.serve or self.prompt or self.replay or self.tf or self.ref)
 
     @staticmethod

@@ -26,7 +26,7 @@ from machine.memory import MemoryGuard
 from snapshot.config import ModelConfig
 
 MIN_DEPTH = 2  # reads in flight: they come in bursts, and one alone would leave the drive idle in between
-PREFETCH_SHARE = 4  # at most num_slots / 4 slots hold prefetches
+PREFETCH_DIVISOR = 4  # at most num_slots / 4 slots hold prefetches
 SLOTS_TO_RECLAIM = 3  # that memory must have room for before one released slot is reclaimed
 
 Matrices = tuple[Weight, ...]  # gate, up, down
@@ -209,7 +209,7 @@ class ExpertCache:
         """Prefetch an expert that `rows` token rows may use; False if there is no slot for it."""
         if key in self.cached or key in self.prefetches or key in self.abandoned:
             return True
-        if len(self.prefetches) >= max(1, self.pool_of[key[0]].num_slots // PREFETCH_SHARE):
+        if len(self.prefetches) >= max(1, self.pool_of[key[0]].num_slots // PREFETCH_DIVISOR):
             return False
         below = self.prefetcher.accuracy * self.policy_of[key[0]].score(key, rows)
         expert_slot = self.allocate_expert_slot(key[0], protected, below)

@@ -74,7 +74,7 @@ class ExpertLayout:
 
     @property
     def is_packed(self) -> bool:
-        """Whether a matrix is stored in few bits; such an expert is never quantized again."""
+        """True if a matrix is stored in few bits; such an expert is never quantized again."""
         return any(matrix.format.is_packed for matrix in self.matrices)
 
 
@@ -108,7 +108,7 @@ class ExpertDisk:
         return [find_stored_weight(self.index, *table[name]) for name in MATRICES]
 
     def quantizes(self, bits: int) -> bool:
-        """Whether any expert is quantized at load for expert_bits=`bits`."""
+        """True if any expert is quantized at load for expert_bits=`bits`."""
         return bits < 16 and not all(layout.is_packed for layout in self.layouts.values())
 
     def formats(self, layers: Layers = None) -> tuple[WeightFormat, ...]:

@@ -76,12 +76,12 @@ class Drive:
             self.reader.drop_cached(self.path_of(r.path), r.offset, r.num_bytes)
 
     def supports_direct(self, layout: "ExpertLayout") -> bool:
-        """Whether O_DIRECT can read an expert, as far as is known."""
+        """True if O_DIRECT can read an expert, as far as is known."""
         return any(r.is_congruent and self.reader.can_read_direct(self.path_of(r.path)) for r in layout.ranges)
 
 
 def is_page_aligned(buffer: memoryview) -> bool:
-    """Whether a writable buffer begins at a page."""
+    """True if a writable buffer begins at a page."""
     return ctypes.addressof(ctypes.c_char.from_buffer(buffer)) % PAGE == 0
 
 

@@ -19,7 +19,7 @@ class PrefetchController:
     """
 
     def __init__(self, mode: str, num_layers: int) -> None:
-        """mode: auto, 0 (never) or 1 (always)."""
+        """mode: auto, 0 (never) or 1 (always, while experts are missed)."""
         self.mode = mode
         self.num_layers = max(1, num_layers)
         self.balance = 0.0  # seconds gained, minus those lost and those spent on predictions
@@ -34,7 +34,7 @@ class PrefetchController:
         self.layers_without_miss = 0 if count else self.layers_without_miss + 1
 
     def should_predict(self, chunk_rows: int) -> bool:
-        """Whether to predict the experts of a layer for a chunk."""
+        """Decide whether to predict the experts of a layer for a chunk."""
         if self.layers_without_miss >= 2 * self.num_layers:
             return False
         if self.mode != "auto" or chunk_rows >= LONG_CHUNK:

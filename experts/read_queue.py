@@ -38,7 +38,7 @@ class Stopwatch:
         self.since = time.perf_counter() if is_running else None
 
     def set(self, is_running: bool) -> None:
-        """Whether the condition holds from now on."""
+        """Set whether the condition holds from now on."""
         now = time.perf_counter()
         self.total += 0.0 if self.since is None else now - self.since
         self.since = now if is_running else None

@@ -50,7 +50,7 @@ class UsageHistory:
     """The history of one model. A damaged or unreadable file is no error: the history is then empty."""
 
     def __init__(self, opened: Any, cache: Path) -> None:
-        """opened: an OpenedSnapshot (a later room); cache: the user's cache folder, which need not exist. Refused when
+        """opened: an OpenedSnapshot (of load/); cache: the user's cache folder, which need not exist. Refused when
         the snapshot cannot be read."""
         self.config = opened.config
         self.c_engine_path = opened.folder / C_ENGINE_FILE
@@ -164,7 +164,7 @@ def parse_history(path: Path, data: bytes, layers: Sequence[int], num_experts: i
 
 
 def is_count(pair: Any, num_experts: int) -> bool:
-    """Whether a value of the file is [expert, uses]; true and NaN are no numbers."""
+    """True if a value of the file is [expert, uses]; true and NaN are no numbers."""
     if not isinstance(pair, list) or len(pair) != 2:
         return False
     expert, uses = pair

@@ -44,7 +44,10 @@ MlaChunk = Chunk[MlaKvCache]  # of a model with MLA
 
 
 def make_chunk(config: ModelConfig, batch: TokenBatch, is_mtp: bool = False) -> Chunk:
-    """Each sequence at most once. is_mtp: the rows are the next positions of the MTP layer, counted by mtp_length."""
+    """The next tokens of each sequence as one chunk; each sequence at most once.
+
+    is_mtp: the rows are the next positions of the MTP layer, counted by mtp_length.
+    """
     ids: list[int] = []
     segments = []
     spans = []  # positions of each sequence

@@ -1,4 +1,4 @@
-"""The embedding: token ids -> rows of its table."""
+"""The embedding: token ids -> rows of its table. T token rows, D model width."""
 
 from torch import Tensor
 

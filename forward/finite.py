@@ -1,7 +1,7 @@
 """Checks for NaN and infinity in hidden rows and logits, so that they never become a token.
 
 A hidden row or a whole row of logits that is not finite ends the run (NonFinite, exit code 1). A few such logits among
-finite ones are set to -inf, so that they are never sampled, and warned about.
+finite ones are set to -inf, never sampled, and warned about. T token rows, D model width, V vocabulary.
 """
 
 import warnings
@@ -30,7 +30,7 @@ def check_hidden(x: Tensor, layer: int, chunk: Chunk) -> None:
 
 
 def check_logits(logits: Tensor, positions: Sequence[int]) -> Tensor:
-    """logits [T, vocab] after the tokens at `positions` -> logits, -inf where one is NaN or infinite."""
+    """logits [T, V] after the tokens at `positions` -> logits, -inf where one is NaN or infinite."""
     if all_finite(logits):
         return logits
     finite = logits.isfinite()

@@ -12,7 +12,7 @@ from forward.layer_forward import layer_forward
 from forward.model import Model
 
 Progress = Callable[[int, int, int], None]  # (layers done, layers, token rows of the chunk)
-PROGRESS_ROWS = 8  # a chunk of at least this many token rows is a prefill worth reporting and worth stopping
+LONG_CHUNK_ROWS = 8  # chunks of at least so many token rows report progress and may be stopped: prefills, big steps
 
 
 def layers_forward(
@@ -40,13 +40,13 @@ def layers_forward(
         with model.profile.measure("attention"):  # the rotary angles are most of it
             chunk = make_chunk(model.config, part)
             x = embed(model.weights.embed, chunk.ids)  # [T, D]
-        is_prefill = len(chunk) >= PROGRESS_ROWS
+        is_long = len(chunk) >= LONG_CHUNK_ROWS
         for layer, weights in enumerate(model.weights.layers):
             x = layer_forward(model, layer, weights, x, chunk, observer)
             check_hidden(x, layer, chunk)
-            if is_prefill and progress:
+            if is_long and progress:
                 progress(layer + 1, model.config.num_layers, len(chunk))
-            if is_prefill and should_stop and should_stop():
+            if is_long and should_stop and should_stop():
                 return
         for segment in chunk.segments:
             segment.kv.advance(segment.rows.stop - segment.rows.start)

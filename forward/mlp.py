@@ -1,4 +1,4 @@
-"""The gated MLP (SwiGLU) of dense layers and shared experts."""
+"""The gated MLP (SwiGLU) of dense layers and shared experts. T token rows, D model width."""
 
 from torch import Tensor
 

@@ -3,7 +3,7 @@
 Experts are requested from the expert cache by id and come in the order in which they are ready; where from is not known
 here. The sum is always in ascending expert id, so that order changes no bit.
 
-T token rows, D model width, A active experts of a row, U distinct experts of all rows, N assignments (row, expert).
+T token rows, D model width, U distinct experts of all rows, N assignments (row, expert).
 """
 
 from collections.abc import Iterator

@@ -6,7 +6,7 @@ Its position i takes the hidden row of position i, behind the final norm, and th
     s = norm(x)          lm_head(s) predicts the token at position i + 2
 
 A chain of draft tokens feeds s back as the hidden row, with the token drafted last. DeepSeek-V3, section 2.2; GLM-5 is
-the same. T token rows, D model width.
+the same. T token rows, D model width, V vocabulary.
 """
 
 import torch
@@ -47,6 +47,6 @@ def mtp(model: Model, batch: TokenBatch, hidden: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def mtp_logits(model: Model, s: Tensor) -> Tensor:
-    """s [T, D] -> logits [T, vocab]."""
+    """s [T, D] -> logits [T, V]."""
     assert model.weights.mtp is not None
     return linear(s, model.weights.mtp.lm_head)

@@ -1,6 +1,7 @@
 """The router: the top-k experts of each token row, and a prediction of those of a later layer.
 
-T token rows, D model width, A active experts of a row, U distinct experts of all rows, N assignments (row, expert).
+T token rows, D model width, E experts, A active experts of a row, U distinct experts of all rows, N assignments (row,
+expert).
 """
 
 import time
@@ -19,7 +20,7 @@ Uses = dict[int, int]  # {expert, ascending: number of its token rows}
 
 def route(config: ModelConfig, weights: MoeWeights, x: Tensor) -> tuple[Tensor, Tensor]:
     """x [T, D] -> (expert ids [T, A] ascending, their weights in the sum [T, A]), computed in float32."""
-    logits = linear(x, weights.router, weights.logit_bias)  # [T, experts]
+    logits = linear(x, weights.router, weights.logit_bias)  # [T, E]
     weighting = config.normalize_weights, config.routed_scaling, config.expert_mass
     if config.router == "softmax":
         return dispatch.route_softmax(logits, config.num_active_experts, *weighting)

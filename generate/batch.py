@@ -34,7 +34,7 @@ class BatchCounters:
     prompt_rows: int = 0
     proposed: int = 0
     accepted: int = 0
-    failed_forwards: int = 0
+    failed_forwards: int = 0  # failed or stopped
 
 
 class Batch:
@@ -83,7 +83,7 @@ class Batch:
         should_stop: Callable[[], bool] | None = None,
     ) -> list[Tensor] | None:
         """One forward pass over the pending ids of sequences with their draft tokens, and over the next tokens of
-        prompts -> logits: of each sequence [1 + drafts, V], of each prompt [1, V] at its end, else [0, V].
+        prompts -> logits: of each sequence [1 + drafts, V], of each prompt [1, V] at its end, else no rows.
 
         None when should_stop ended it. Then, and after an exception, all KV caches are as before.
         """

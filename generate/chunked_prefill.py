@@ -5,9 +5,9 @@ from generate.sequence import Prefill
 # Prompt rows in a step beside sequences that decode, which wait for them: few where all experts are in memory, for
 # there each row costs its arithmetic; many where a few rows already have nearly all experts read.
 ROWS_IN_MEMORY, ROWS_FROM_DISK = 64, 256
-OLDEST_SHARE = 4  # the prompt that waits longest gets 1 / 4 of these rows, whatever shorter ones there are
-SHORT_SHARE = 4  # a prompt with at most 1 / 4 of these rows left is short: it does not wait for a long one
-DRAFT_SHARE = 4  # 1 / 4 of the rows of a chunk is left to draft tokens
+OLDEST_DIVISOR = 4  # the prompt that waits longest gets 1 / 4 of these rows, whatever shorter ones there are
+SHORT_DIVISOR = 4  # a prompt with at most 1 / 4 of these rows left is short: it does not wait for a long one
+DRAFT_DIVISOR = 4  # 1 / 4 of the rows of a chunk is left to draft tokens
 
 
 class ChunkedPrefill:
@@ -26,13 +26,13 @@ class ChunkedPrefill:
         """
         most = self.prefill_chunk
         if num_sequences:
-            free = most - most // DRAFT_SHARE - num_sequences
+            free = most - most // DRAFT_DIVISOR - num_sequences
             most = max(1, min(self.shared_rows, free))
-        short = [prefill for prefill in prefills if prefill.num_left <= max(1, most // SHORT_SHARE)]
+        short = [prefill for prefill in prefills if prefill.num_left <= max(1, most // SHORT_DIVISOR)]
         alone = short if self.was_long and len(short) < len(prefills) else []
         counts: dict[Prefill, int] = {}
         for prefill in [] if alone else prefills[:1]:
-            counts[prefill] = min(prefill.num_left, max(1, most // OLDEST_SHARE))
+            counts[prefill] = min(prefill.num_left, max(1, most // OLDEST_DIVISOR))
         for prefill in sorted(alone or prefills, key=lambda prefill: prefill.num_left):
             before = counts.get(prefill, 0)
             counts[prefill] = min(prefill.num_left, before + most - sum(counts.values()))

@@ -1,4 +1,7 @@
-"""Speculative decoding: draft tokens for each sequence. A forward verifies them, so a wrong one costs time alone."""
+"""Speculative decoding: draft tokens for each sequence. A forward verifies them, so a wrong one costs time alone.
+
+T token rows, D model width.
+"""
 
 import operator
 import time

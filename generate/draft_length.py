@@ -34,7 +34,9 @@ GAIN = 1.03  # in tokens a second that makes drafting worth it
 
 
 class DraftLength:
-    """depth: auto, or a number of draft tokens. One for a run; sequences may share it."""
+    """Chooses the draft length, and learns from each forward. One for a run; sequences may share it.
+
+    depth: auto, or a number of draft tokens."""
 
     def __init__(self, depth: int | str = "auto"):
         self.fixed = None if depth == "auto" else int(depth)

@@ -7,7 +7,7 @@ row, position) and the logits of its own sequence.
 
 A forward may give a sequence more than one token: with drafts (generate/draft.py) each accepted draft token, and all
 that a tool forces. Such a sequence runs ahead, and its tokens wait for the step in which every sequence has one, so the
-steps are the same with any drafts.
+steps are the same with any drafts. B sequences, T tokens of each, V vocabulary.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -32,7 +32,9 @@ from text.prompt import positions_needed
 
 
 class Engine:
-    """model: ours, or any with `config` and forward(ids [B, T], kv_cache) -> logits [B, T, V], see HeadBatch.
+    """Generates N samples of a prompt in lock-step.
+
+    model: our Model, or any with `config` and forward(ids [B, T], kv_cache) -> logits [B, T, V], see HeadBatch.
 
     tokenizer: only tools need it. terminal_ids end a sequence; by default the model's stop ids. draft: draft tokens
     that a forward verifies for each sequence, auto or a number; `draft_length` has their statistics. Only our model

@@ -85,7 +85,7 @@ class ForwardTime:
             self.wait.add(cost.waited, cost.missed)
 
     def is_known(self, num_rows: int) -> bool:
-        """Whether two forwards or more had about so many rows."""
+        """True if two forwards or more had about so many rows."""
         return any(num_rows / 2 <= n <= 2 * num_rows and self.rows[n].forwards > 1 for n in self.known)
 
     def seconds(self, num_rows: int) -> float:

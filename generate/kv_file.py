@@ -205,7 +205,7 @@ class KvFileStore:
         return digest.digest()
 
     def saved_rows(self, kv: KvCache, first: int, end: int) -> Iterator[Tensor]:
-        """What a file keeps of positions first .. end, as views [end - first, width], each contiguous."""
+        """The part that a file keeps of positions first .. end, as views [end - first, width], each contiguous."""
         if first == end:
             return
         layers = self.config.num_layers, self.config.num_layers, self.num_index  # without the MTP layer
@@ -234,7 +234,7 @@ class KvFileStore:
             self.say(f"[KV] conversation {shorten(name)} cannot be saved ({error.strerror})")
 
     def may_append(self, known: SavedConversation, ids: list[int]) -> bool:
-        """Whether the file is as this run left it, and would not be mostly replaced records."""
+        """True if the file is as this run left it, and would not be mostly replaced records."""
         try:
             found = os.stat(known.path)
         except OSError:

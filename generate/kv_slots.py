@@ -12,7 +12,7 @@ from generate.proposers import NgramProposer, Proposers
 from generate.request import ActiveRequest
 from text.prompt import shared_prefix_length
 
-MAX_LOST_SHARE = 4  # a slot is continued in place if at most 1 / 4 of the shared prefix is lost behind it
+MAX_LOST_DIVISOR = 4  # a slot is continued in place if at most 1 / 4 of the shared prefix is lost behind it
 
 
 class KvSlot:
@@ -60,7 +60,7 @@ def choose_kv_slots(
     conversation: str | None = None,
     may_reuse: bool = True,
 ) -> KvSlotChoice | None:
-    """None where not enough are free, or where the conversation is being answered.
+    """Choose the KV slots for a request; None where not enough are free, or where the conversation is being answered.
 
     The slot with the longest shared prefix is continued in place when little behind the prefix is lost; else the prefix
     is copied, from a busy slot too, into the one that was least recently used. Slots of other conversations are taken
@@ -76,7 +76,7 @@ def choose_kv_slots(
     is_usable = length and not source.active and source.conversation is None
     if own:
         first = own
-    elif is_usable and source.kv.length - length <= 1 + length // MAX_LOST_SHARE:
+    elif is_usable and source.kv.length - length <= 1 + length // MAX_LOST_DIVISOR:
         first = source
     else:
         first = free[0]

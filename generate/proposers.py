@@ -1,4 +1,7 @@
-"""Proposers of draft tokens: n-gram look-up, and the model's own multi-token-prediction layer. D model width."""
+"""Proposers of draft tokens: n-gram look-up, and the model's own multi-token-prediction layer.
+
+T token rows, D model width.
+"""
 
 import torch
 from torch import Tensor
@@ -62,7 +65,7 @@ class MtpProposer:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the row before the next token waits. It does not after a forward that failed."""
+        """True if the row before the next token waits. It does not after a forward that failed."""
         return 0 < self.kv.length - self.first <= len(self.hidden)
 
     def clone(self, kv: KvCache) -> "MtpProposer":

@@ -100,7 +100,7 @@ class ActiveRequest:
 
     @property
     def is_cancelled(self) -> bool:
-        """Whether every row that has not finished is cancelled."""
+        """True if every row that has not finished is cancelled."""
         return self.unfinished <= self.cancelled
 
     def emit(self, event: Event) -> None:

@@ -2,6 +2,7 @@
 
 The uniform number of a token comes from a counter, (seed, row, position), not from a stream, so the token at a position
 does not depend on those sampled before. Order: temperature, top-k, nucleus, sample in id order, all in float64.
+V vocabulary.
 """
 
 import hashlib
@@ -25,7 +26,10 @@ def uniform(seed: int, row: int, position: int) -> float:
 
 
 class Sampler:
-    """temperature <= 0 is greedy. nucleus outside (0, 1) and top_k <= 0 keep the whole vocabulary."""
+    """Samples a token id from logits.
+
+    temperature <= 0 is greedy. nucleus outside (0, 1) and top_k <= 0 keep the whole vocabulary.
+    """
 
     def __init__(self, temperature: float = 0.0, nucleus: float = 0.0, seed: int = 0, row: int = 0, top_k: int = 0):
         self.temperature, self.nucleus, self.top_k = temperature, nucleus, top_k

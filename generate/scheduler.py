@@ -7,7 +7,7 @@
 A request waits in a queue, first in, first out, until there is a KV slot for each of its rows; a slot keeps its text
 (generate/kv_slots.py). Its prompt is prefilled in chunks beside the sequences that decode (generate/batch.py). Its
 tokens are the same alone or among others, at any draft depth. One thread runs the model and calls the listeners, which
-must return at once: everybody waits for them.
+must return at once: everybody waits for them. V vocabulary.
 """
 
 import itertools
@@ -38,7 +38,9 @@ NUM_TIMED = 16  # requests whose time counts for retry_after
 
 
 class Scheduler:
-    """loaded: the model is the scheduler's until `close`. num_slots: by default as many as memory is planned for.
+    """The request queue, the KV slots, and the thread that steps the batch.
+
+    loaded: the model is the scheduler's until `close`. num_slots: by default as many as memory is planned for.
     max_queue: requests that may wait beside those that can start at once. store: saves conversations over restarts.
     draft: draft tokens a forward, auto or a number, by default as loaded."""
 

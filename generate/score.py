@@ -3,7 +3,7 @@
 Requests with the same context form a group: the context is prefilled once, each continuation runs on a clone of its KV
 cache. Groups form waves: the contexts of a wave go through the model together, then its continuations, so each expert
 is read once for as many requests as fit a prefill chunk and the KV memory. The prefix that all contexts of a wave
-share, such as few-shot examples, is prefilled once. The last token of a continuation needs no forward.
+share, such as few-shot examples, is prefilled once. The last token of a continuation needs no forward. V vocabulary.
 """
 
 from collections.abc import Iterator

@@ -1,4 +1,7 @@
-"""Rows of a batch: sequences that decode, prompts that are prefilled, and `accept`, which samples the next tokens."""
+"""Rows of a batch: sequences that decode, prompts that are prefilled, and `accept`, which samples the next tokens.
+
+V vocabulary.
+"""
 
 from collections.abc import Collection
 from dataclasses import InitVar, dataclass, field

@@ -28,7 +28,7 @@ MIN_CHUNK = 64
 # rows, because a prefill reads nearly all experts once a chunk; below that the second.
 SCRATCH_SHARE = 0.1
 MOST_SCRATCH_SHARE = 0.5
-FLOOR_SHARE = 4  # a layer's floor is one token's experts, at most a quarter of a layer's average slots
+FLOOR_DIVISOR = 4  # a layer's floor is one token's experts, at most a quarter of a layer's average slots
 PROCESS_STEP = 64 << 20  # the process's size is rounded up to this, so that two plans in a row agree
 JSON_KEYS = {"dense_bytes": "resident_bytes", "expert_slots": "slots", "num_expert_slots": "num_slots"}
 
@@ -134,7 +134,7 @@ def make_plan(
             kv_bytes=kv_slots * kv_cache_bytes(config, context),
             scratch_bytes=scratch_bytes(config, chunk, context, is_native) + quantize_bytes,
             expert_slots=slots,
-            floor=settings.cap or max(1, min(config.num_active_experts, average // FLOOR_SHARE)),
+            floor=settings.cap or max(1, min(config.num_active_experts, average // FLOOR_DIVISOR)),
             num_experts=config.num_experts,
             context=context,
             kv_slots=kv_slots,

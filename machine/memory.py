@@ -22,9 +22,11 @@ def rss_bytes() -> int:
 
 
 def peak_rss_bytes() -> int:
-    """Peak resident set size; Linux counts it in KiB, macOS in bytes."""
+    """Peak resident set size of this program, without what the process held before its exec."""
+    with suppress(OSError, ValueError, IndexError):  # ru_maxrss of Linux includes the parent that forked us
+        return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    return peak if sys.platform == "darwin" else peak * 1024  # bytes on macOS, KiB elsewhere
 
 
 def available_bytes() -> int | None:

@@ -156,7 +156,7 @@ def locked_folder(out: Path) -> Iterator[None]:
 
 
 def is_written(shard: Shard, out: Path) -> bool:
-    """Whether the shard exists, by its size and its whole header. Refused for a file of another conversion."""
+    """True if the shard exists, by its size and its whole header. Refused for a file of another conversion."""
     path = out / shard.name
     if not path.exists():
         return False

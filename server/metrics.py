@@ -54,7 +54,9 @@ class Metrics(Collector):
         queue = self.experts.queue
         statistics = self.scheduler.statistics()
         yield CounterMetricFamily("colibri_expert_hits", "Experts found in memory", counters.hits)
-        yield CounterMetricFamily("colibri_expert_misses", "Experts that a layer waited for", counters.misses)
+        yield CounterMetricFamily(
+            "colibri_expert_misses", "Experts that were not in memory when a layer requested them", counters.misses
+        )
         yield CounterMetricFamily("colibri_expert_read_bytes", "Bytes of experts read", counters.bytes_read)
         yield CounterMetricFamily("colibri_expert_evictions", "Experts evicted from memory", counters.evictions)
         yield CounterMetricFamily(

@@ -62,7 +62,7 @@ def calculate(text: str) -> int | float | None:
 
 
 def is_counting(text: str) -> bool:
-    """Whether the text is made of strings, parentheses and the three methods alone. So ast.parse sees no keyword, no
+    """True if the text is made of strings, parentheses and the three methods alone. So ast.parse sees no keyword, no
     prefix of a string and no number, and prints no warning about them."""
     lower = text.lower()
     return COUNTING.fullmatch(text) is not None and not any(word in lower for word in DECLINED_WORDS)

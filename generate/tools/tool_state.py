@@ -59,7 +59,7 @@ class ToolState:
 
     @property
     def has_forced(self) -> bool:
-        """Whether the next token is known, so that none needs to be sampled."""
+        """True if the next token is known, so that none needs to be sampled."""
         return bool(self.forced)
 
     def next_token(self, sampled: int | None) -> tuple[int, int]:

@@ -1,8 +1,12 @@
 """Free memory, as the host and the cgroups of versions 1 and 2 report it."""
 
+import subprocess
+import sys
+
 import pytest
 
 import machine.memory
+from tests.conftest import ROOT
 
 
 def write_cgroup(folder, limit, used, inactive, v1=False):
@@ -55,3 +59,12 @@ def test_zero_available_memory_counts_as_unknown(monkeypatch):
     monkeypatch.setattr(machine.memory, "cgroup_usage", lambda: [])
     monkeypatch.setattr("psutil.virtual_memory", lambda: type("Memory", (), {"available": 0}))
     assert machine.memory.available_bytes() is None
+
+
+def test_the_peak_is_that_of_the_program_itself():
+    """A run started by a process of 2 GB reported 2 GB as its peak: Linux hands ru_maxrss on through fork and exec."""
+    ballast = bytearray(400 << 20)
+    ballast[:: 1 << 12] = b"x" * len(range(0, len(ballast), 1 << 12))  # every page is really there
+    command = [sys.executable, "-c", "from machine.memory import peak_rss_bytes; print(peak_rss_bytes())"]
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert 1 << 20 < int(process.stdout) < len(ballast) // 2
