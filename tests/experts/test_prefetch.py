@@ -9,6 +9,7 @@ from experts.read_queue import ExpertRead, ReadQueue
 from settings import EMBEDDED_SNAPSHOT
 from tests.conftest import FIXTURES
 from tests.experts.test_expert_tier import generate
+from tests.support.server_process import wait_for
 
 
 def test_prefetched_bytes_are_counted(load):
@@ -27,15 +28,17 @@ def test_prefetched_bytes_are_counted(load):
 def test_a_new_prediction_replaces_the_last(load):
     """A pending prefetch that is no longer predicted is not read; one in flight ends and is dropped by the request."""
     cache = load(FIXTURES / "glm_moe_dsa", cap=4, LOOKAHEAD=1).model.experts
+    cache.queue.prefetch_depth = 2  # whatever the measured queue depth of this drive
     may_go, plain = threading.Event(), cache.queue.fill
     cache.queue.fill = lambda read: may_go.wait() and plain(read)
-    cache.prefetch(2, dict.fromkeys((7, 6, 5, 4), 1))
-    while not cache.queue.in_flight:
-        pass
-    cache.prefetch(2, {3: 1, 5: 1})
-    started = {read.key for read in cache.queue.in_flight}
-    assert started <= {(2, 7), (2, 6)} and set(cache.prefetches) == started | {(2, 5), (2, 3)}
-    may_go.set()
+    try:
+        cache.prefetch(2, dict.fromkeys((7, 6, 5, 4), 1))
+        wait_for(lambda: cache.queue.in_flight)
+        cache.prefetch(2, {3: 1, 5: 1})
+        started = {read.key for read in cache.queue.in_flight}
+        assert started <= {(2, 7), (2, 6)} and set(cache.prefetches) == started | {(2, 5), (2, 3)}
+    finally:
+        may_go.set()  # a cache with a blocked read can never be closed
     with cache.request(2, {3: 1}) as request:
         list(request.ready(0, 1))
     cache.check()
@@ -69,12 +72,11 @@ def test_a_prefetch_evicts_no_expert_with_a_higher_score(load):
 
 
 def test_urgent_reads_go_before_prefetches():
-    order, may_go = [], []
+    order, may_go = [], threading.Event()
 
     def fill(read):
         order.append(read.key)
-        while not may_go:
-            pass
+        may_go.wait()
 
     queue = ReadQueue(fill, 2)
     reads = [ExpertRead(i, None, is_urgent=False) for i in range(4)]
@@ -82,11 +84,12 @@ def test_urgent_reads_go_before_prefetches():
         queue.submit(read)
     urgent = ExpertRead("needed", None)
     queue.submit(urgent)
-    while len(order) < 2:  # one prefetch beside it: a thread is always left for urgent reads
-        pass
-    assert set(order) == {0, "needed"}
-    queue.promote(reads[3])
-    may_go.append(True)
+    try:
+        wait_for(lambda: len(order) == 2)  # one prefetch beside it: a thread is always left for urgent reads
+        assert set(order) == {0, "needed"}
+        queue.promote(reads[3])
+    finally:
+        may_go.set()
     while not all(read.is_done for read in reads):
         queue.wait([read for read in reads if not read.is_done])
     assert order.index(3) < order.index(2)
