@@ -32,7 +32,7 @@ models/smollm/config.json: | setup
 	$(BIN)/python scripts/get_smollm.py
 
 test: setup  ## the tests: no network, no GPU, a few minutes
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile --max-worker-restart 0
 
 test-slow: setup  ## soaks and big files: some minutes, 1.5 GB of disk
 	$(BIN)/python -m pytest -q -m slow
