@@ -45,7 +45,7 @@ class KernelBench:
     """One library, its threads, and a clock."""
 
     def __init__(self, threads: int, variants: list[str]):
-        self.native = open_library(variants, Settings.read([]).cache / "kernels")
+        self.native, _ = open_library(variants, Settings.read([]).cache / "kernels")
         self.native.set_threads(threads)
         torch.set_num_threads(threads)
         self.clock = time.thread_time if threads == 1 else time.perf_counter

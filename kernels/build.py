@@ -18,6 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
+from kernels.processor import processor_flags
+
 SOURCES = Path(__file__).resolve().parent / "csrc"
 # Compilation units, compiled in parallel, the longest first. Small files share a unit: each unit spends a sixth of a
 # second on the headers of the SIMD intrinsics.
@@ -55,17 +57,6 @@ class NoCompiler(BuildError):
     """There is no C compiler on this machine."""
 
 
-def processor_flags() -> set[str]:
-    """The features of the processor by /proc/cpuinfo; without that file, the baseline of its architecture."""
-    baseline = NEON if platform.machine() in ("aarch64", "arm64") else ()
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return set(baseline)
-    flags = next((line for line in lines if line.startswith(("flags", "Features"))), ":")
-    return {*baseline, *flags.partition(":")[2].replace("avx512_", "avx512").replace("amx_", "amx-").split()}
-
-
 def usable_variants() -> list[str]:
     """The instruction sets of this processor, the fastest first."""
     has = processor_flags()
@@ -74,9 +65,11 @@ def usable_variants() -> list[str]:
 
 def machine_flags(variant: str, command: Sequence[str]) -> list[str]:
     """The flags that select an instruction set in a compiler."""
+    # zig alone compiles for the processor at hand unless it is told not to; a folder of libraries may be shared.
+    base = ["-mcpu=baseline"] if "ziglang" in command else []
     if variant == "neondot":
-        return ["-mcpu=generic+dotprod" if "ziglang" in command else "-march=armv8.2-a+dotprod"]
-    return [] if variant == "neon" else [f"-m{feature}" for feature in VARIANTS[variant]]
+        return ["-mcpu=generic+dotprod" if base else "-march=armv8.2-a+dotprod"]
+    return base if variant == "neon" else base + [f"-m{feature}" for feature in VARIANTS[variant]]
 
 
 def compilers() -> list[list[str]]:
@@ -160,7 +153,7 @@ def compiler_version(command: Sequence[str]) -> str | None:
 def source_hash(command: Sequence[str], version: str, variant: str, extra: tuple[str, ...]) -> str:
     """Twenty digits that change with a source, the compiler, the flags or the architecture."""
     digest = hashlib.sha256()
-    for path in sorted(SOURCES.iterdir()):
+    for path in sorted(SOURCES.glob("[!.]*.[ch]")):  # a Mac adds ._ files
         digest.update(path.name.encode() + path.read_bytes())
     flags = (*FLAGS, *machine_flags(variant, command), *extra)
     digest.update(repr((command, version, flags, platform.machine(), sys.platform)).encode())

@@ -35,7 +35,7 @@ def start(choice: str | None, folder: Path, threads: int = 1) -> str:
         return "[kernels] plain torch (KERNELS=reference)"
     started = time.monotonic()
     try:
-        native = open_library(usable_variants() if choice in (None, "native") else [choice], folder)
+        native, problem = open_library(usable_variants() if choice in (None, "native") else [choice], folder)
     except (BuildError, OSError) as error:
         return f"[kernels] plain torch, which is slow: {error}"
     native.set_threads(threads)
@@ -43,7 +43,8 @@ def start(choice: str | None, folder: Path, threads: int = 1) -> str:
     active = native
     seconds = time.monotonic() - started
     compiled = f", compiled in {seconds:.0f} s" if seconds > 1 else ""  # finding a library takes milliseconds
-    return f"[kernels] {native.name}, {threads} thread{'s' if threads > 1 else ''}{compiled}"
+    slower = f"; nothing faster: {problem}" if problem else ""
+    return f"[kernels] {native.name}, {threads} thread{'s' if threads > 1 else ''}{compiled}{slower}"
 
 
 def is_native() -> bool:
@@ -51,21 +52,21 @@ def is_native() -> bool:
     return active is not reference
 
 
-def open_library(variants: list[str], folder: Path) -> Native:
-    """The first instruction set that compiles and that this system runs. Where there is none it raises the error of the
-    first one: BuildError, OSError."""
-    problem: Exception = NoCompiler("no instruction set to compile for")
-    for i, variant in enumerate(variants):
+def open_library(variants: list[str], folder: Path) -> tuple[Native, Exception | None]:
+    """-> (the first instruction set that compiles and runs here, the problem of the first one if it is another).
+    Where there is none it raises the error of the first one: BuildError, OSError."""
+    problem: Exception | None = None
+    for variant in variants:
         try:
             path = find_library(folder, variant)
             if path not in opened:
                 opened[path] = Native(path)
-            return opened[path]
+            return opened[path], problem
         except (BuildError, OSError) as error:
-            problem = problem if i else error
+            problem = problem or error
             if isinstance(error, NoCompiler):
                 break
-    raise problem
+    raise problem or NoCompiler("no instruction set to compile for")
 
 
 def operation(definition: Operation) -> Operation:

@@ -2,15 +2,7 @@
 #include "colibri.h"
 #include "pool.h"
 #include "formats.h"
-#ifdef AVX512AMX
-#include <sys/syscall.h>
-#include <unistd.h>
-#define ARCH_REQ_XCOMP_PERM 0x1023 /* of asm/prctl.h */
-#define XFEATURE_XTILEDATA 18
-#endif
-#if defined(NEONDOT) && defined(__linux__)
-#include <sys/auxv.h>
-#endif
+#include "processor.h"
 
 #define EXPORT __attribute__((visibility("default")))
 
@@ -55,27 +47,7 @@ static const kernels_t KERNELS = {
 };
 
 /* The kernels, or NULL where this processor lacks the instructions they were compiled for. */
-EXPORT const kernels_t *colibri_kernels(void) {
-#if defined(AVX512VNNI) || defined(AVX512) || defined(AVX2)
-    __builtin_cpu_init();
-    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return 0;
-#endif
-#if defined(AVX512VNNI) || defined(AVX512)
-    if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
-        !__builtin_cpu_supports("avx512dq") || !__builtin_cpu_supports("avx512vl")) return 0;
-#endif
-#if defined(AVX512VNNI)
-    if (!__builtin_cpu_supports("avx512vnni")) return 0;
-#endif
-#if defined(AVX512AMX)
-    /* Linux lets a process use AMX tiles after a request. */
-    if (syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA)) return 0;
-#endif
-#if defined(NEONDOT) && defined(__linux__)
-    if (!(getauxval(AT_HWCAP) & HWCAP_ASIMDDP)) return 0;
-#endif
-    return &KERNELS;
-}
+EXPORT const kernels_t *colibri_kernels(void) { return processor_is_able() ? &KERNELS : 0; }
 
 EXPORT void colibri_set_threads(int threads) { set_threads(threads); }
 

@@ -7,7 +7,8 @@ import torch
 from forward.kv_cache import make_kv_cache
 from forward.step import step, step_all
 from kernels import dispatch
-from kernels.build import VARIANTS, processor_flags
+from kernels.build import VARIANTS
+from kernels.processor import processor_flags
 from scripts import convert
 from tests.conftest import FIXTURES, ROOT, read_json, reference
 from tests.forward.test_forward import all_logits

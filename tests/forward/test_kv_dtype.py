@@ -10,8 +10,9 @@ from forward.kv_cache import kv_cache_bytes, make_kv_cache
 from forward.scratch import scratch_bytes
 from forward.step import step, step_all
 from kernels import dispatch, reference
-from kernels.build import VARIANTS, processor_flags
+from kernels.build import VARIANTS
 from kernels.formats import FORMATS
+from kernels.processor import processor_flags
 from settings import EMBEDDED_SNAPSHOT
 from tests.conftest import FIXTURES, read_json
 from tests.forward.test_bits import ids_of, need_kernels
