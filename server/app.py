@@ -49,6 +49,7 @@ def make_app(service: HttpService, access: AccessControl) -> ASGIApp:
             Exception: on_fault,
         },
     )
+    app.router.redirect_slashes = False  # AccessMiddleware removes them: a POST that is redirected loses its body
     return AccessMiddleware(app, service, access)
 
 

@@ -6,6 +6,7 @@ checked), and it may send requests without reading the answers (so `Origin` is).
 
 import hmac
 import ipaddress
+import re
 import secrets
 import time
 from collections.abc import Iterable
@@ -68,6 +69,8 @@ class AccessMiddleware:
     access: AccessControl
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # Clients join a base URL and a path with one slash too many, or end the path with one.
+        scope["path"] = re.sub("/+", "/", scope["path"]).rstrip("/") or "/"
         request_id = f"req-{secrets.token_hex(8)}"
         start_time = time.perf_counter()
         status = CLIENT_CLOSED_REQUEST

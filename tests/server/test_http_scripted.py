@@ -251,6 +251,23 @@ def test_the_request_to_the_engine(scripted):
     assert scripted.scheduler.submitted[-1].request.max_tokens == 5
 
 
+PATHS = ["/health", "/metrics", "/v1/models", f"/v1/models/{EMBEDDED_SNAPSHOT.name}"]
+POSTS = [(CHAT, CHAT_BODY), (COMPLETIONS, {"prompt": "x"}), ("/tokenize", {"prompt": "x"}), ("/detokenize", {})]
+
+
+def test_a_slash_too_many_in_a_path(scripted):
+    """Field case: GET /v1/models/ was answered with 404, and a POST to /v1/chat/completions/ with a redirect that no
+    client follows. A base URL that ends with a slash gave /v1//models."""
+    scripted.scheduler.script = ["ok", "stop"]
+    for path, body in [*((path, None) for path in PATHS), *POSTS]:
+        for variant in (f"{path}/", f"{path}//", f"/{path}", path.replace("/", "//")):
+            status, found, _ = scripted.get(variant) if body is None else scripted.post(variant, body)
+            assert status == 200, (variant, found)
+    assert scripted.get("/v1/models/")[1]["object"] == "list"
+    assert scripted.get("/")[0] == 404 == scripted.get("/v1/models/other/")[0]
+    assert 'colibri_requests_total{path="/v1/models",status="200"}' in scripted.get("/metrics")[1]
+
+
 # --- failures ---------------------------------------------------------------------------------------------------------
 
 
