@@ -26,7 +26,7 @@ SOURCES = Path(__file__).resolve().parent / "csrc"
 UNITS = (
     ("gemv_int.c",),
     ("gemm_int.c",),
-    ("gemm_float.c", "mla.c", "gqa.c", "indexer.c"),
+    ("gemm_float.c", "mla.c", "attention.c", "gqa.c", "indexer.c"),
     ("matmul.c", "moe.c", "router.c", "norms.c", "logprobs.c", "library.c", "pool.c"),
 )
 FLAGS = ("-std=c11", "-O3", "-ffp-contract=off", "-fPIC", "-pthread", "-fvisibility=hidden", "-w", "-D_GNU_SOURCE")

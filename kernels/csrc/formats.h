@@ -3,16 +3,6 @@
 #include "colibri.h"
 #include "simd.h"
 
-/* Loops over arrays of registers must be unrolled. Plain C has no registers of 16 lanes, and unrolled it would take a
- * minute to compile: there only the general form of a kernel is compiled. */
-#if defined(AVX512VNNI) || defined(AVX512) || defined(AVX2) || defined(NEONDOT) || defined(NEON)
-#define UNROLL _Pragma("GCC unroll 16")
-#define SPECIAL 1
-#else
-#define UNROLL
-#define SPECIAL 0
-#endif
-
 #define SEGMENT 64
 #define BLOCK_COLUMNS 1024 /* 16 segments */
 #define SCALES_AHEAD 1024

@@ -1,44 +1,13 @@
 /* GEMV and GEMM of float32 activations with float weights, and with `exact` integer weights, which are dequantized first.
  *
- * Columns go in steps of 32 to two accumulators of 16 lanes, ascending, whatever the number of token rows. */
+ * Columns go to an accumulator of 16 lanes, ascending, whatever the number of token rows. */
 
+#include "float_tile.h"
 #include "matmul.h"
 
-#define FLOAT_TOKENS 3    /* token rows whose sums stay in registers, beside four weight rows */
-#define FLOAT_ROWS 24    /* token rows that a block of weights is dequantized for */
+#define FLOAT_TOKENS 48  /* token rows that a block of weights is dequantized for */
 
-/* acc [4][N][2] += four float32 weight rows times N token rows, over some steps of 32 columns. */
-INLINE void float_tile(int N, const float *w, int64_t stride, const float *const *x, int64_t steps, vf *acc) {
-    vf a[4][FLOAT_TOKENS][2];
-    UNROLL
-    for (int i = 0; i < 4; i++)
-        UNROLL
-        for (int t = 0; t < N; t++) a[i][t][0] = acc[(i * N + t) * 2], a[i][t][1] = acc[(i * N + t) * 2 + 1];
-    for (int64_t c = 0; c < 32 * steps; c += 32)
-        UNROLL
-        for (int j = 0; j < 2; j++) {
-            vf v[FLOAT_TOKENS];
-            UNROLL
-            for (int t = 0; t < N; t++) v[t] = vf_load(x[t] + c + 16 * j);
-            UNROLL
-            for (int i = 0; i < 4; i++) {
-                vf u = vf_load(w + i * stride + c + 16 * j);
-                UNROLL
-                for (int t = 0; t < N; t++) a[i][t][j] = vf_fma(u, v[t], a[i][t][j]);
-            }
-        }
-    UNROLL
-    for (int i = 0; i < 4; i++)
-        UNROLL
-        for (int t = 0; t < N; t++) acc[(i * N + t) * 2] = a[i][t][0], acc[(i * N + t) * 2 + 1] = a[i][t][1];
-}
-static void float_tile_n(int N, const float *w, int64_t stride, const float *const *x, int64_t steps, vf *acc) {
-    if (SPECIAL && N == 3) float_tile(3, w, stride, x, steps, acc);
-    else if (SPECIAL && N == 2) float_tile(2, w, stride, x, steps, acc);
-    else float_tile(SPECIAL ? 1 : N, w, stride, x, steps, acc);
-}
-
-/* Dot products of one float weight row with n token rows, without a float32 copy of it. */
+/* Dot products of R float weight rows with n token rows, without a float32 copy of the weights. */
 INLINE vf load_as(int kind, const uint8_t *p, vf scale) {
     return kind == F32   ? vf_load((const float *)p)
            : kind == F16 ? vf_load_f16((const uint16_t *)p)
@@ -47,45 +16,61 @@ INLINE vf load_as(int kind, const uint8_t *p, vf scale) {
 INLINE int64_t bytes_of(int kind, int64_t columns) {
     return kind == MXFP4 ? columns / 2 : columns * (kind == F32 ? 4 : kind == FP8 ? 1 : 2);
 }
-INLINE void float_row(int kind, int n, const weight_t *w, int64_t row, const float *const *x, float *out) {
-    const int64_t columns = w->columns, scales = (kind == FP8 ? row / 128 : row) * w->row_scales;
-    const uint8_t *p = w->data + row * w->row_bytes;
-    vf acc[GEMV_ROWS][2], scale = vf_zero();
+INLINE void float_rows(int kind, int R, int n, const weight_t *w, int64_t row, const float *const *x, float *out,
+                       int64_t out_stride) {
+    const int64_t columns = w->columns;
+    vf acc[GEMV_ROWS][GEMV_ROWS], scale[GEMV_ROWS];
     UNROLL
-    for (int t = 0; t < n; t++) acc[t][0] = acc[t][1] = vf_zero();
-    int64_t c = 0;
-    for (; c + 32 <= columns; c += 32) {
-        const uint8_t *at = p + bytes_of(kind, c);
-        __builtin_prefetch(at + PAGE_AHEAD);
-        if (kind == F32) __builtin_prefetch(at + PAGE_AHEAD + 64);
-        if (kind == FP8 && c % 128 == 0) scale = vf_set1(scale_at(w, scales + c / 128));
+    for (int i = 0; i < R; i++)
         UNROLL
-        for (int j = 0; j < 2; j++) {
-            vf u = kind == MXFP4 ? load_mxfp4(at + 8 * j, scale_at(w, scales + c / 32))
-                                 : load_as(kind, at + bytes_of(kind, 16 * j), scale);
+        for (int t = 0; t < n; t++) acc[i][t] = vf_zero();
+    for (int64_t c = 0; c < columns; c += 32) {
+        const int is_last = c + 32 > columns; /* never with MXFP4, where columns come in groups of 32 */
+        float rest[GEMV_ROWS][32];
+        if (is_last)
+            for (int t = 0; t < n; t++) {
+                memset(rest[t], 0, sizeof rest[t]);
+                memcpy(rest[t], x[t] + c, (size_t)(4 * (columns - c)));
+            }
+        UNROLL
+        for (int i = 0; i < R; i++) {
+            const uint8_t *at = w->data + (row + i) * w->row_bytes + bytes_of(kind, c);
+            uint8_t last[128];
+            if (is_last) {
+                memset(last, 0, sizeof last);
+                memcpy(last, at, (size_t)bytes_of(kind, columns - c)), at = last;
+            } else {
+                __builtin_prefetch(at + PAGE_AHEAD);
+                if (kind == F32) __builtin_prefetch(at + PAGE_AHEAD + 64);
+            }
+            if (kind == FP8 && c % 128 == 0) scale[i] = vf_set1(scale_at(w, (row + i) / 128 * w->row_scales + c / 128));
             UNROLL
-            for (int t = 0; t < n; t++) acc[t][j] = vf_fma(u, vf_load(x[t] + c + 16 * j), acc[t][j]);
+            for (int j = 0; j < 2; j++) {
+                vf u = kind == MXFP4 ? load_mxfp4(at + 8 * j, scale_at(w, (row + i) * w->row_scales + c / 32))
+                                     : load_as(kind, at + bytes_of(kind, 16 * j), scale[i]);
+                UNROLL
+                for (int t = 0; t < n; t++)
+                    acc[i][t] = vf_fma(u, vf_load((is_last ? rest[t] : x[t] + c) + 16 * j), acc[i][t]);
+            }
         }
     }
-    if (c < columns) { /* never with MXFP4, where columns come in groups of 32 */
-        uint8_t last[128] = {0};
-        memcpy(last, p + bytes_of(kind, c), (size_t)bytes_of(kind, columns - c));
-        if (kind == FP8) scale = vf_set1(scale_at(w, scales + c / 128));
-        for (int t = 0; t < n; t++) {
-            float rest[32] = {0};
-            memcpy(rest, x[t] + c, (size_t)(4 * (columns - c)));
-            for (int j = 0; j < 2; j++)
-                acc[t][j] = vf_fma(load_as(kind, last + bytes_of(kind, 16 * j), scale), vf_load(rest + 16 * j), acc[t][j]);
-        }
-    }
-    for (int t = 0; t < n; t++) out[t] = vf_sum(vf_add(acc[t][0], acc[t][1]));
+    for (int i = 0; i < R; i++)
+        for (int t = 0; t < n; t++) out[t * out_stride + row + i] = vf_sum(acc[i][t]);
+}
+/* Weight rows row .. stop: a chain of sums for each is too slow where few token rows share it. */
+INLINE void gemv_float(int kind, int n, const weight_t *w, int64_t row, int64_t stop, const float *const *x, float *out,
+                       int64_t out_stride) {
+    const int R = !SPECIAL || n > 2 ? 1 : n == 2 ? 2 : 4;
+    for (; row + R <= stop; row += R) float_rows(kind, R, n, w, row, x, out, out_stride);
+    for (; row < stop; row++) float_rows(kind, 1, n, w, row, x, out, out_stride);
 }
 #define GEMV_KERNEL(name, kind)                                                                                        \
-    static void name(int n, const weight_t *w, int64_t row, const float *const *x, float *out) {                        \
-        if (SPECIAL && n == 1) float_row(kind, 1, w, row, x, out);                                                      \
-        else if (SPECIAL && n == 2) float_row(kind, 2, w, row, x, out);                                                 \
-        else if (SPECIAL && n == 3) float_row(kind, 3, w, row, x, out);                                                 \
-        else float_row(kind, SPECIAL ? GEMV_ROWS : n, w, row, x, out);                                               \
+    static void name(int n, const weight_t *w, int64_t row, int64_t stop, const float *const *x, float *out,            \
+                     int64_t out_stride) {                                                                              \
+        if (SPECIAL && n == 1) gemv_float(kind, 1, w, row, stop, x, out, out_stride);                                   \
+        else if (SPECIAL && n == 2) gemv_float(kind, 2, w, row, stop, x, out, out_stride);                              \
+        else if (SPECIAL && n == 3) gemv_float(kind, 3, w, row, stop, x, out, out_stride);                              \
+        else gemv_float(kind, SPECIAL ? GEMV_ROWS : n, w, row, stop, x, out, out_stride);                               \
     }
 GEMV_KERNEL(gemv_f32, F32)
 GEMV_KERNEL(gemv_bf16, BF16)
@@ -138,46 +123,47 @@ void dequantize(const weight_t *w, int64_t row, int64_t from, int64_t count, flo
 
 void gemm_float(const weight_t *w, const input_t *in, const int64_t *rows, int64_t count, int64_t row, int64_t stop,
                 float *out, int64_t out_stride, float *row_floats) {
-    int64_t padded = round_up(w->columns, 32);
     if (count < GEMM_ROWS && !is_integer(w->kind)) {
-        void (*const by_kind[])(int, const weight_t *, int64_t, const float *const *, float *) = {
+        void (*const by_kind[])(int, const weight_t *, int64_t, int64_t, const float *const *, float *, int64_t) = {
             gemv_f32, gemv_bf16, gemv_f16, gemv_fp8, gemv_mxfp4};
         const float *x[GEMM_ROWS];
-        float sums[GEMV_ROWS];
         for (int64_t i = 0; i < count; i++) x[i] = in->x + rows[i] * in->x_stride;
-        for (int64_t i = 0; i < count; i += GEMV_ROWS) {
-            int n = count - i < GEMV_ROWS ? (int)(count - i) : GEMV_ROWS;
-            for (int64_t r = row; r < stop; r++) {
-                by_kind[w->kind](n, w, r, x + i, sums);
-                for (int t = 0; t < n; t++) out[(i + t) * out_stride + r] = sums[t];
-            }
-        }
+        for (int64_t i = 0; i < count; i += GEMV_ROWS)
+            by_kind[w->kind](count - i < GEMV_ROWS ? (int)(count - i) : GEMV_ROWS, w, row, stop, x + i,
+                             out + i * out_stride, out_stride);
         return;
     }
-    vf acc[ITEM_ROWS / 4][FLOAT_ROWS / FLOAT_TOKENS][4 * FLOAT_TOKENS * 2];
-    for (int64_t first = 0; first < count; first += FLOAT_ROWS) {
-        int64_t some = count - first < FLOAT_ROWS ? count - first : FLOAT_ROWS;
-        for (int i = 0; 4 * i < stop - row; i++)
-            for (int j = 0; FLOAT_TOKENS * j < some; j++)
-                for (int l = 0; l < 4 * FLOAT_TOKENS * 2; l++) acc[i][j][l] = vf_zero();
+    enum { BLOCK = 2 * DOT_B, BLOCKS = (ITEM_ROWS + BLOCK - 1) / BLOCK };
+    vf acc[2 * BLOCKS][FLOAT_TOKENS * DOT_B];
+    int64_t padded = round_up(w->columns, 16);
+    for (int64_t first = 0; first < count; first += FLOAT_TOKENS) {
+        int64_t some = count - first < FLOAT_TOKENS ? count - first : FLOAT_TOKENS;
+        memset(acc, 0, sizeof acc);
         for (int64_t c = 0; c < padded; c += FLOAT_COLUMNS) {
             int64_t width = padded - c < FLOAT_COLUMNS ? padded - c : FLOAT_COLUMNS;
-            for (int64_t r = row; r < stop; r += 4) {
-                for (int i = 0; i < 4; i++) /* a row beyond the end repeats the last one */
-                    dequantize(w, r + i < stop ? r + i : stop - 1, c, width, row_floats + i * FLOAT_COLUMNS);
-                for (int64_t i = 0; i < some; i += FLOAT_TOKENS) {
-                    int N = some - i < FLOAT_TOKENS ? (int)(some - i) : FLOAT_TOKENS;
-                    const float *x[FLOAT_TOKENS];
-                    for (int t = 0; t < N; t++) x[t] = in->x + rows[first + i + t] * in->x_stride + c;
-                    float_tile_n(N, row_floats, FLOAT_COLUMNS, x, width / 32, acc[(r - row) / 4][i / FLOAT_TOKENS]);
+            for (int64_t r = row, block = 0; r < stop; r += BLOCK, block += 2) {
+                const float *weights[BLOCK];
+                for (int i = 0; i < BLOCK; i++) { /* a row beyond the end repeats the last one */
+                    weights[i] = row_floats + (r + i < stop ? i : stop - 1 - r) * FLOAT_COLUMNS;
+                    if (r + i < stop) dequantize(w, r + i, c, width, row_floats + i * FLOAT_COLUMNS);
+                }
+                for (int64_t i = 0, A; i < some; i += A) {
+                    const float *x[DOT_A];
+                    A = some - i < DOT_A ? 1 : DOT_A;
+                    for (int t = 0; t < A; t++) x[t] = in->x + rows[first + i + t] * in->x_stride + c;
+                    for (int half = 0; half < 2; half++) {
+                        vf *sums = acc[block + half] + i * DOT_B;
+                        if (A == DOT_A) dot_tile(DOT_A, x, weights + half * DOT_B, width, sums);
+                        else dot_tile(1, x, weights + half * DOT_B, width, sums);
+                    }
                 }
             }
         }
-        for (int64_t r = row; r < stop; r++)
-            for (int64_t i = 0; i < some; i++) {
-                int64_t left = some - i / FLOAT_TOKENS * FLOAT_TOKENS, N = left < FLOAT_TOKENS ? left : FLOAT_TOKENS;
-                vf *a = acc[(r - row) / 4][i / FLOAT_TOKENS] + ((r - row) % 4 * N + i % FLOAT_TOKENS) * 2;
-                out[(first + i) * out_stride + r] = vf_sum(vf_add(a[0], a[1]));
+        for (int64_t i = 0; i < some; i++)
+            for (int64_t r = row; r < stop; r += DOT_B) {
+                float sums[1][4];
+                dot_sums(1, acc[(r - row) / DOT_B] + i * DOT_B, sums);
+                memcpy(out + (first + i) * out_stride + r, sums, (size_t)(4 * (stop - r < DOT_B ? stop - r : DOT_B)));
             }
     }
 }

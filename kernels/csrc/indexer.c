@@ -6,58 +6,57 @@
 /* -------------------------------------------------------------------------------------------------------------------
  * Scores: out[t][s] = sum over heads, ascending, of weight * relu(query . key) / sqrt(width) */
 
-#define KEYS_AT_ONCE 64
+#define INDEX_KEYS 64   /* positions of a work item */
+#define INDEX_TOKENS 8
+#define INDEX_BLOCK (2 * DOT_B)
 
 typedef struct {
     const index_t *call;
-    const float *queries; /* padded to 32 columns */
-    int64_t padded;
-    weight_t keys;        /* float32 ones are padded */
+    const float *queries; /* padded to 16 columns */
+    int64_t padded, blocks;
+    weight_t keys;
 } index_job_t;
 
 static int index_item(void *context, int64_t item) {
     index_job_t *job = context;
     const index_t *c = job->call;
-    int64_t blocks = (c->positions + KEYS_AT_ONCE - 1) / KEYS_AT_ONCE, t = item / blocks;
-    int64_t s = item % blocks * KEYS_AT_ONCE, stop = s + KEYS_AT_ONCE < c->positions ? s + KEYS_AT_ONCE : c->positions;
-    float root = 1.0f / sqrtf((float)c->width), *row_floats = thread_scratch(4 * 4 * job->padded);
-    if (!row_floats) return 1;
-    for (; s < stop; s += 4) {
-        int n = stop - s < 4 ? (int)(stop - s) : 4;
-        const float *key[4];
-        for (int i = 0; i < 4; i++)
-            key[i] = cached_row(&job->keys, s + (i < n ? i : n - 1), job->padded, row_floats + i * job->padded);
-        float sums[4] = {0};
-        for (int64_t h = 0; h < c->heads; h++) {
-            const float *q = job->queries + (t * c->heads + h) * job->padded;
-            vf acc[1][4][2];
-            float dots[1][4];
-            clear_products(1, acc);
-            add_products(1, &q, key, 0, job->padded, acc);
-            sum_products(1, acc, dots);
-            for (int i = 0; i < n; i++)
-                if (!(dots[0][i] < 0)) sums[i] = fmaf(c->weights[t * c->heads + h], dots[0][i] * root, sums[i]);
+    int64_t first = item / job->blocks * INDEX_TOKENS, last = first + INDEX_TOKENS < c->count ? first + INDEX_TOKENS : c->count;
+    int64_t s = item % job->blocks * INDEX_KEYS, stop = s + INDEX_KEYS < c->positions ? s + INDEX_KEYS : c->positions;
+    float root = 1.0f / sqrtf((float)c->width), *keys = thread_scratch(4 * (INDEX_BLOCK * job->padded + c->heads * INDEX_BLOCK));
+    if (!keys) return 1;
+    float *dots = keys + INDEX_BLOCK * job->padded;
+    const float *key[INDEX_BLOCK];
+    for (int i = 0; i < INDEX_BLOCK; i++) key[i] = keys + i * job->padded;
+    for (; s < stop; s += INDEX_BLOCK) {
+        int64_t n = stop - s < INDEX_BLOCK ? stop - s : INDEX_BLOCK;
+        for (int64_t i = 0; i < n; i++) dequantize(&job->keys, s + i, 0, job->padded, keys + i * job->padded);
+        for (int64_t t = first; t < last; t++) {
+            float sums[INDEX_BLOCK] = {0};
+            dot_rows(c->heads, job->queries + t * c->heads * job->padded, job->padded, n, key, job->padded, root, dots, INDEX_BLOCK);
+            for (int64_t h = 0; h < c->heads; h++) {
+                float weight = c->weights[t * c->heads + h];
+                for (int64_t i = 0; i < n; i++) {
+                    float dot = dots[h * INDEX_BLOCK + i];
+                    sums[i] = fmaf(weight, dot < 0 ? 0 : dot, sums[i]); /* NaN stays */
+                }
+            }
+            memcpy(c->out + t * c->positions + s, sums, (size_t)(4 * n));
         }
-        for (int i = 0; i < n; i++) c->out[t * c->positions + s + i] = sums[i];
     }
     return 0;
 }
 
 int index_scores(const index_t *c) {
-    int64_t padded = round_up(c->width, 32), rows = c->count * c->heads, filled = c->kind == F32 ? c->positions : 0;
-    index_job_t job = {c, c->queries, padded, cached(c->keys, c->kind, c->width)};
+    int64_t padded = round_up(c->width, 16), rows = c->count * c->heads;
+    index_job_t job = {c, c->queries, padded, (c->positions + INDEX_KEYS - 1) / INDEX_KEYS, cached(c->keys, c->kind, c->width)};
     float *memory = NULL;
     if (padded != c->width) {
-        memory = calloc((size_t)((rows + filled) * padded), 4);
+        memory = calloc((size_t)(rows * padded), 4);
         if (!memory) return 1;
-        float *keys = memory + rows * padded;
         for (int64_t i = 0; i < rows; i++) memcpy(memory + i * padded, c->queries + i * c->width, (size_t)(4 * c->width));
-        for (int64_t i = 0; i < filled; i++)
-            memcpy(keys + i * padded, (const float *)c->keys + i * c->width, (size_t)(4 * c->width));
         job.queries = memory;
-        if (filled) job.keys = cached(keys, F32, padded);
     }
-    int failed = run_items(index_item, &job, c->count * ((c->positions + KEYS_AT_ONCE - 1) / KEYS_AT_ONCE));
+    int failed = run_items(index_item, &job, (c->count + INDEX_TOKENS - 1) / INDEX_TOKENS * job.blocks);
     free(memory);
     return failed;
 }

@@ -15,7 +15,8 @@
 #else
 #define HAS_AMX 0
 #endif
-#define FLOAT_COLUMNS 1024
+#define FLOAT_COLUMNS 512
+#define FLOAT_ROWS 8 /* float weight rows that are dequantized together, at most */
 #define BLOCK_ROWS 16
 
 /* Quantized activations: dynamic int8, a scale for 64 columns (kernels/reference.quantize_activations). GEMV and GEMM want
@@ -55,7 +56,7 @@ INLINE int64_t tile_bytes(int64_t columns) { /* with its scales */
 /* Bytes of `scratch` for weights of this many columns. */
 INLINE int64_t scratch_bytes(int64_t columns) { return tile_bytes(columns) * LARGE_ITEM_ROWS / TILE_ROWS; }
 INLINE int64_t work_bytes(const weight_t *w) {
-    int64_t row_floats = 4 * 4 * FLOAT_COLUMNS, tile = scratch_bytes(w->columns);
+    int64_t row_floats = 4 * FLOAT_ROWS * FLOAT_COLUMNS, tile = scratch_bytes(w->columns);
     return row_floats > tile ? row_floats : tile;
 }
 

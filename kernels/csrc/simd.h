@@ -17,6 +17,16 @@
 
 #define INLINE static inline __attribute__((always_inline))
 
+/* Loops over arrays of registers must be unrolled. Plain C has no registers of 16 lanes, and unrolled it would take a
+ * minute to compile: there only the general form of a kernel is compiled. */
+#if defined(AVX512VNNI) || defined(AVX512) || defined(AVX2) || defined(NEONDOT) || defined(NEON)
+#define UNROLL _Pragma("GCC unroll 16")
+#define SPECIAL 1
+#else
+#define UNROLL
+#define SPECIAL 0
+#endif
+
 /* r[0 .. n): transpose each 4 x 4 block of int32, one in each 128 bits of four vectors, by way of t[n]. */
 #define TRANSPOSE_4X4(mm, n, r, t)                                                                                      \
     for (int i = 0; i < n; i += 2)                                                                                      \
@@ -39,6 +49,14 @@ INLINE float f16_f32(uint16_t h) {
 typedef __m512 vf;
 typedef __m512i vi;
 typedef __m512i vb;
+
+/* One register of a vector, for loops that keep as many sums in registers as there are. */
+typedef __m512 vr;
+#define REGISTERS 1
+INLINE vr vr_load(const float *p) { return _mm512_loadu_ps(p); }
+INLINE void vr_store(float *p, vr x) { _mm512_storeu_ps(p, x); }
+INLINE vr vr_set1(float x) { return _mm512_set1_ps(x); }
+INLINE vr vr_fma(vr a, vr b, vr c) { return _mm512_fmadd_ps(a, b, c); }
 
 INLINE vf vf_zero(void) { return _mm512_setzero_ps(); }
 INLINE vf vf_set1(float x) { return _mm512_set1_ps(x); }
@@ -174,6 +192,13 @@ INLINE float vf_max_of(vf a) { return _mm512_reduce_max_ps(a); }
 typedef struct { __m256 a, b; } vf;
 typedef struct { __m256i a, b; } vi;
 typedef vi vb;
+
+typedef __m256 vr;
+#define REGISTERS 2
+INLINE vr vr_load(const float *p) { return _mm256_loadu_ps(p); }
+INLINE void vr_store(float *p, vr x) { _mm256_storeu_ps(p, x); }
+INLINE vr vr_set1(float x) { return _mm256_set1_ps(x); }
+INLINE vr vr_fma(vr a, vr b, vr c) { return _mm256_fmadd_ps(a, b, c); }
 
 #define PAIR(T, x, y) ((T){x, y})
 INLINE vf vf_zero(void) { return PAIR(vf, _mm256_setzero_ps(), _mm256_setzero_ps()); }
@@ -336,6 +361,12 @@ INLINE vf vf_sub(vf a, vf b) { LANES(vf, a.x[i] - b.x[i]); }
 INLINE vf vf_mul(vf a, vf b) { LANES(vf, a.x[i] * b.x[i]); }
 INLINE vf vf_div(vf a, vf b) { LANES(vf, a.x[i] / b.x[i]); }
 INLINE vf vf_fma(vf a, vf b, vf c) { LANES(vf, fmaf(a.x[i], b.x[i], c.x[i])); }
+typedef vf vr;
+#define REGISTERS 1
+#define vr_load vf_load
+#define vr_store vf_store
+#define vr_set1 vf_set1
+#define vr_fma vf_fma
 INLINE vf vf_max(vf a, vf b) { LANES(vf, a.x[i] > b.x[i] ? a.x[i] : b.x[i]); }
 INLINE vf vf_abs(vf a) { LANES(vf, fabsf(a.x[i])); }
 INLINE vf vf_load_f16(const uint16_t *p) { LANES(vf, f16_f32(p[i])); }
@@ -407,6 +438,27 @@ INLINE float vf_sum(vf a) {
     for (int n = 8; n; n /= 2)
         for (int i = 0; i < n; i++) x[i] += x[i + n];
     return x[0];
+#endif
+}
+
+/* out[i] = vf_sum(v[i]), i < 4. */
+INLINE void vf_sums4(const vf *v, float *out) {
+#if defined(AVX512VNNI) || defined(AVX512) || defined(AVX2)
+    __m128 y[4];
+    UNROLL
+    for (int i = 0; i < 4; i++) {
+#ifdef AVX2
+        __m256 x = _mm256_add_ps(v[i].a, v[i].b);
+#else
+        __m256 x = _mm256_add_ps(_mm512_castps512_ps256(v[i]), _mm512_extractf32x8_ps(v[i], 1));
+#endif
+        y[i] = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    }
+    __m128 a = _mm_add_ps(_mm_movelh_ps(y[0], y[1]), _mm_movehl_ps(y[1], y[0]));
+    __m128 b = _mm_add_ps(_mm_movelh_ps(y[2], y[3]), _mm_movehl_ps(y[3], y[2]));
+    _mm_storeu_ps(out, _mm_add_ps(_mm_shuffle_ps(a, b, 0x88), _mm_shuffle_ps(a, b, 0xdd)));
+#else
+    for (int i = 0; i < 4; i++) out[i] = vf_sum(v[i]);
 #endif
 }
 

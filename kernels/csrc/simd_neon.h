@@ -9,6 +9,13 @@ typedef struct { float32x4_t a, b, c, d; } vf;
 typedef struct { int32x4_t a, b, c, d; } vi;
 typedef struct { uint8x16_t a, b, c, d; } vb;
 
+typedef float32x4_t vr;
+#define REGISTERS 4
+INLINE vr vr_load(const float *p) { return vld1q_f32(p); }
+INLINE void vr_store(float *p, vr x) { vst1q_f32(p, x); }
+INLINE vr vr_set1(float x) { return vdupq_n_f32(x); }
+INLINE vr vr_fma(vr a, vr b, vr c) { return vfmaq_f32(c, a, b); }
+
 #define FOUR(T, f, x) ((T){f((x).a), f((x).b), f((x).c), f((x).d)})
 #define FOUR2(T, f, x, y) ((T){f((x).a, (y).a), f((x).b, (y).b), f((x).c, (y).c), f((x).d, (y).d)})
 #define FOUR_FROM(T, f, p, step) ((T){f(p), f((p) + (step)), f((p) + 2 * (step)), f((p) + 3 * (step))})
