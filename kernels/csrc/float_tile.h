@@ -19,13 +19,6 @@
 #define LANES_EACH (16 / REGISTERS)
 #define STRIP_REGISTERS (STRIP / LANES_EACH)
 
-/* Compilers would load what several products share once for each of them: more loads than the processor has ports for. */
-#if defined(AVX2)
-#define IN_REGISTER(x) __asm__("" : "+x"(x))
-#else
-#define IN_REGISTER(x)
-#endif
-
 /* sums [A][DOT_B] += the products of A rows a and DOT_B rows b in `width` columns, a multiple of 16. */
 INLINE void dot_tile(int A, const float *const *a, const float *const *b, int64_t width, vf *sums) {
     vr acc[DOT_A][DOT_B][REGISTERS];
@@ -42,7 +35,7 @@ INLINE void dot_tile(int A, const float *const *a, const float *const *b, int64_
             UNROLL
             for (int j = 0; j < DOT_B; j++) {
                 vr y = vr_load(b[j] + c + r * LANES_EACH);
-                IN_REGISTER(y);
+                IN_REGISTER(y); /* not loaded again for each product: there are fewer load ports than that */
                 UNROLL
                 for (int i = 0; i < A; i++) acc[i][j][r] = vr_fma(x[i], y, acc[i][j][r]);
             }

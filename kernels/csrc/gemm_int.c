@@ -43,10 +43,11 @@ static __attribute__((noinline)) void unpack_tile_scales(const weight_t *w, int6
 #ifdef AVX512AMX
 #include "amx.h"
 #else
+#define TILE_TOKENS 6 /* token rows whose sums stay in registers, with one half of the tile or both: */
 #ifdef AVX2
-#define TILE_TOKENS 3 /* token rows whose sums stay in registers */
+#define HALVES 1
 #else
-#define TILE_TOKENS 6
+#define HALVES 2
 #endif
 
 /* 32 weight rows from `row` -> tile [segments][2][16][64 bytes], for 4 columns at a time those of 16 rows; scales as of
@@ -81,50 +82,47 @@ INLINE void multiply_tile(int kind, int n, const uint8_t *tile, const float *sca
     int64_t segments = (columns + SEGMENT - 1) / SEGMENT, padded = a->padded / SEGMENT;
     rows += first;
     vf chains[TILE_TOKENS][2][16];
-    UNROLL
-    for (int t = 0; t < n; t++)
-        UNROLL
-        for (int i = 0; i < 16; i++) chains[t][0][i] = chains[t][1][i] = vf_zero();
-    for (int64_t s = 0; s < segments; s++) {
-        vi acc[TILE_TOKENS][2];
-        const int32_t *x[TILE_TOKENS];
-        UNROLL
-        for (int t = 0; t < n; t++) {
-            x[t] = (const int32_t *)(a->gemm_codes + rows[t] * a->padded + s * SEGMENT);
-            acc[t][0] = acc[t][1] = vi_set1(-a->sums[rows[t] * padded + s]);
-        }
-        const uint8_t *w = tile + s * 2048;
-        for (int k = 0; k < 16; k += 8) {
-            vi p[TILE_TOKENS][2];
+    memset(chains, 0, sizeof chains);
+    for (int64_t s = 0; s < segments; s++)
+        for (int first_half = 0; first_half < 2; first_half += HALVES) {
+            vi acc[TILE_TOKENS][HALVES];
+            const int32_t *x[TILE_TOKENS];
             UNROLL
-            for (int t = 0; t < n; t++)
-                for (int half = 0; half < 2; half++)
-                    p[t][half] = kind == INT8 ? acc[t][half] : dot15_start(acc[t][half]);
-            for (int j = k; j < k + 8; j++) {
-                vb w0 = vb_load(w + 64 * j), w1 = vb_load(w + 1024 + 64 * j);
+            for (int t = 0; t < n; t++) {
+                x[t] = (const int32_t *)(a->gemm_codes + rows[t] * a->padded + s * SEGMENT);
+                for (int h = 0; h < HALVES; h++) acc[t][h] = vi_set1(-a->sums[rows[t] * padded + s]);
+            }
+            const uint8_t *w = tile + s * 2048 + first_half * 1024;
+            for (int k = 0; k < 16; k += 8) {
+                vi p[TILE_TOKENS][HALVES];
+                UNROLL
+                for (int t = 0; t < n; t++)
+                    for (int h = 0; h < HALVES; h++) p[t][h] = kind == INT8 ? acc[t][h] : dot15_start(acc[t][h]);
+                for (int j = k; j < k + 8; j++) {
+                    vb codes[HALVES];
+                    for (int h = 0; h < HALVES; h++) codes[h] = vb_load(w + 1024 * h + 64 * j);
+                    UNROLL
+                    for (int t = 0; t < n; t++) {
+                        vi four = vi_set1(x[t][j]);
+                        vb b;
+                        memcpy(&b, &four, 64);
+                        for (int h = 0; h < HALVES; h++)
+                            p[t][h] = kind == INT8 ? dot(p[t][h], codes[h], b) : dot15(p[t][h], codes[h], b);
+                    }
+                }
+                UNROLL
+                for (int t = 0; t < n; t++)
+                    for (int h = 0; h < HALVES; h++) acc[t][h] = kind == INT8 ? p[t][h] : dot15_end(acc[t][h], p[t][h]);
+            }
+            for (int h = 0; h < HALVES; h++) {
+                vf scale = vf_load(scales + s * TILE_ROWS + 16 * (first_half + h));
                 UNROLL
                 for (int t = 0; t < n; t++) {
-                    vi four = vi_set1(x[t][j]);
-                    vb b;
-                    memcpy(&b, &four, 64);
-                    p[t][0] = kind == INT8 ? dot(p[t][0], w0, b) : dot15(p[t][0], w0, b);
-                    p[t][1] = kind == INT8 ? dot(p[t][1], w1, b) : dot15(p[t][1], w1, b);
+                    vf *c = &chains[t][first_half + h][s % 16];
+                    *c = vf_fma(vf_of(acc[t][h]), vf_mul(scale, vf_set1(a->scales[rows[t] * padded + s])), *c);
                 }
             }
-            UNROLL
-            for (int t = 0; t < n; t++)
-                for (int half = 0; half < 2; half++)
-                    acc[t][half] = kind == INT8 ? p[t][half] : dot15_end(acc[t][half], p[t][half]);
         }
-        vf s0 = vf_load(scales + s * TILE_ROWS), s1 = vf_load(scales + s * TILE_ROWS + 16);
-        UNROLL
-        for (int t = 0; t < n; t++) {
-            vf sx = vf_set1(a->scales[rows[t] * padded + s]);
-            vf *c0 = &chains[t][0][s % 16], *c1 = &chains[t][1][s % 16];
-            *c0 = vf_fma(vf_of(acc[t][0]), vf_mul(s0, sx), *c0);
-            *c1 = vf_fma(vf_of(acc[t][1]), vf_mul(s1, sx), *c1);
-        }
-    }
     UNROLL
     for (int t = 0; t < n; t++)
         UNROLL

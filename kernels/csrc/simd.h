@@ -200,6 +200,9 @@ INLINE void vr_store(float *p, vr x) { _mm256_storeu_ps(p, x); }
 INLINE vr vr_set1(float x) { return _mm256_set1_ps(x); }
 INLINE vr vr_fma(vr a, vr b, vr c) { return _mm256_fmadd_ps(a, b, c); }
 
+/* The compiler knows nothing of the value from here on: it is computed once, here, and stays in a register. */
+#define IN_REGISTER(x) __asm__("" : "+x"(x))
+
 #define PAIR(T, x, y) ((T){x, y})
 INLINE vf vf_zero(void) { return PAIR(vf, _mm256_setzero_ps(), _mm256_setzero_ps()); }
 INLINE vf vf_set1(float x) { return PAIR(vf, _mm256_set1_ps(x), _mm256_set1_ps(x)); }
@@ -272,9 +275,13 @@ INLINE __m256i dot32(__m256i acc, __m256i u, __m256i s) {
 }
 INLINE vi dot(vi acc, vb u, vb s) { return PAIR(vi, dot32(acc.a, u.a, s.a), dot32(acc.b, u.b, s.b)); }
 #define dot15_start(acc) vi_zero()
+/* In assembly: compilers compute all products first and add them then, with more registers than there are. */
+INLINE __m256i add_words(__m256i p, __m256i x) {
+    __asm__("vpaddw %1, %0, %0" : "+x"(p) : "x"(x));
+    return p;
+}
 INLINE vi dot15(vi p, vb u, vb s) {
-    return PAIR(vi, _mm256_add_epi16(p.a, _mm256_maddubs_epi16(u.a, s.a)),
-                _mm256_add_epi16(p.b, _mm256_maddubs_epi16(u.b, s.b)));
+    return PAIR(vi, add_words(p.a, _mm256_maddubs_epi16(u.a, s.a)), add_words(p.b, _mm256_maddubs_epi16(u.b, s.b)));
 }
 INLINE vi dot15_end(vi acc, vi p) {
     const __m256i ones = _mm256_set1_epi16(1);
@@ -416,6 +423,10 @@ INLINE float vf_max_of(vf a) {
     for (int i = 1; i < 16; i++) most = a.x[i] > most ? a.x[i] : most;
     return most;
 }
+#endif
+
+#ifndef IN_REGISTER
+#define IN_REGISTER(x)
 #endif
 
 /* The sum of 16 lanes, in one fixed order: lane i and i + 8, then i + 4, i + 2, the last two. */
