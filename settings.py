@@ -16,7 +16,7 @@ from machine.fields import TextFieldReader
 EMBEDDED_SNAPSHOT = Path(__file__).resolve().parent / "models" / "tiny"
 
 # A test holds this equal to kernels/dispatch.py, which is not imported here because torch is slow to import.
-KERNELS = ("native", "reference", "avx512amx", "avx512vnni", "avx512", "avx2", "neondot", "neon", "portable")
+KERNELS = ("native", "reference", "avx512amx", "avx512vnni", "avx512", "avxvnni", "avx2", "neondot", "neon", "portable")
 
 MAX_DRAFT = 16
 DEFAULT_TEMPERATURE = 0.7  # of the modes that sample

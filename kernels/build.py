@@ -39,6 +39,7 @@ VARIANTS = {
     "avx512amx": (*AVX512, "avx512vnni", "gfni", "amx-tile", "amx-int8"),
     "avx512vnni": (*AVX512, "avx512vnni"),
     "avx512": AVX512,
+    "avxvnni": (*AVX2, "avxvnni"),
     "avx2": AVX2,
     "neondot": NEONDOT,
     "neon": NEON,

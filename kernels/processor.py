@@ -11,7 +11,7 @@ from pathlib import Path
 CPUINFO = Path("/proc/cpuinfo")
 AT_HWCAP = 16  # of getauxval
 HWCAP_ASIMDDP = 20  # bit
-# Feature -> (leaf of glibc's table: 0 is CPUID 1, 1 is CPUID 7; register EAX to EDX; bit).
+# Feature -> (leaf of glibc's table: 0 is CPUID 1, 1 is CPUID 7, 6 is CPUID 7.1; register EAX to EDX; bit).
 X86_BITS = {
     "fma": (0, 2, 12),
     "f16c": (0, 2, 29),
@@ -24,6 +24,7 @@ X86_BITS = {
     "avx512vnni": (1, 2, 11),
     "amx-tile": (1, 3, 24),
     "amx-int8": (1, 3, 25),
+    "avxvnni": (6, 0, 4),
 }
 
 
@@ -44,7 +45,8 @@ def processor_flags() -> set[str]:
     flags = next((line for line in lines if line.startswith(("flags", "Features"))), None)
     if flags is None:
         return baseline | (arm_features() if is_arm else x86_features())
-    return baseline.union(flags.partition(":")[2].replace("avx512_", "avx512").replace("amx_", "amx-").split())
+    names = flags.partition(":")[2].replace("avx512_", "avx512").replace("avx_vnni", "avxvnni").replace("amx_", "amx-")
+    return baseline.union(names.split())
 
 
 def x86_features() -> set[str]:
@@ -54,7 +56,7 @@ def x86_features() -> set[str]:
     except (AttributeError, OSError):
         return set()
     leaf.restype = ctypes.POINTER(CpuidFeature)
-    leaves = [leaf(number).contents.active for number in (0, 1)]
+    leaves = {number: leaf(number).contents.active for number in (0, 1, 6)}
     return {name for name, (number, register, bit) in X86_BITS.items() if leaves[number][register] >> bit & 1}
 
 

@@ -9,7 +9,13 @@
 #define PAGE_AHEAD 6144    /* prefetch distance in bytes */
 
 INLINE int is_integer(int kind) { return kind >= INT8; }
-INLINE int offset_of(int kind) { return kind == INT8 ? 128 : kind == INT4 ? 8 : kind == INT3 ? 4 : 2; }
+/* What is added to a code to make it unsigned. */
+#ifdef SIGNED_INT8
+#define INT8_OFFSET 0
+#else
+#define INT8_OFFSET 128
+#endif
+INLINE int offset_of(int kind) { return kind == INT8 ? INT8_OFFSET : kind == INT4 ? 8 : kind == INT3 ? 4 : 2; }
 INLINE int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
 INLINE int64_t block_bytes(int kind) { return kind == INT8 ? 1024 : kind == INT4 ? 512 : kind == INT3 ? 384 : 256; }
 /* Bytes of a row of an integer format; the next row may begin later. */

@@ -8,7 +8,7 @@ INLINE float *scales_of_tile(const uint8_t *tile, int64_t columns) {
 }
 
 INLINE vb unpack_segment(int kind, const uint8_t *p) { /* the 64 codes of a segment in the order of `gemm_codes`, unsigned */
-    if (kind == INT8) return vb_xor(vb_load(p), 128);
+    if (kind == INT8) return vb_xor(vb_load(p), INT8_OFFSET);
     if (kind == INT4) return vb_nibbles(p);
     return kind == INT3 ? unpack_int3(p) : unpack_int2(p);
 }

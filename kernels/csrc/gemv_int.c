@@ -21,7 +21,7 @@ INLINE vb load_codes(int is_whole, const uint8_t *p, int64_t n) {
 INLINE void unpack_block(int kind, int is_whole, const uint8_t *p, int64_t n, vb *u) {
     if (kind == INT8)
         UNROLL
-        for (int i = 0; i < 16; i++) u[i] = vb_xor(load_codes(is_whole, p + 64 * i, n - 64 * i), 128);
+        for (int i = 0; i < 16; i++) u[i] = vb_xor(load_codes(is_whole, p + 64 * i, n - 64 * i), INT8_OFFSET);
     if (kind == INT4)
         UNROLL
         for (int i = 0; i < 8; i++) {

@@ -28,6 +28,7 @@
 #define VNNI_ECX (1u << 11)
 #define GFNI_ECX (1u << 8)
 #define AMX_EDX (1u << 24 | 1u << 25)                           /* TILE, INT8 */
+#define AVXVNNI_EAX (1u << 4)                                   /* of leaf 7.1 */
 #define XCR0_AVX 0x6u
 #define XCR0_AVX512 0xe6u
 #define XCR0_AMX 0x60000u
@@ -48,6 +49,9 @@ static int processor_is_able(void) {
     if (!ALL(c, GFNI_ECX) || !ALL(d, AMX_EDX) || !ALL(saved, XCR0_AMX)) return 0;
     /* Linux lets a process use AMX tiles after a request. */
     if (syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA)) return 0;
+#endif
+#ifdef AVXVNNI
+    if (!__get_cpuid_count(7, 1, &a, &b, &c, &d) || !ALL(a, AVXVNNI_EAX)) return 0;
 #endif
     return 1;
 }

@@ -10,6 +10,9 @@
 #ifdef AVX512AMX
 #define AVX512VNNI
 #endif
+#ifdef AVXVNNI
+#define AVX2
+#endif
 #include <float.h>
 #include <math.h>
 #include <stdint.h>
@@ -94,7 +97,7 @@ INLINE vb vb_and(vb a, uint8_t mask) { return _mm512_and_si512(a, _mm512_set1_ep
 INLINE vb vb_xor(vb a, uint8_t mask) { return _mm512_xor_si512(a, _mm512_set1_epi8((char)mask)); }
 #define vb_shift(a, bits) _mm512_srli_epi16(a, bits) /* bits of the neighbor come in: mask them off */
 
-/* acc + products of unsigned and signed bytes, four to a lane. */
+/* acc + products of unsigned and signed bytes, four to a lane; with SIGNED_INT8 of signed bytes. */
 INLINE vi dot(vi acc, vb u, vb s) {
 #ifdef AVX512VNNI
     return _mm512_dpbusd_epi32(acc, u, s);
@@ -265,15 +268,21 @@ INLINE vb vb_xor(vb x, uint8_t mask) {
 }
 #define vb_shift(x, bits) PAIR(vb, _mm256_srli_epi16((x).a, bits), _mm256_srli_epi16((x).b, bits))
 
-INLINE __m256i dot32(__m256i acc, __m256i u, __m256i s) {
-    /* Pairs are added with 16 bits: split bytes above 127 off, so that none overflows. */
-    __m256i low = _mm256_and_si256(u, _mm256_set1_epi8(127));
-    __m256i high = _mm256_and_si256(_mm256_srli_epi16(u, 7), _mm256_set1_epi8(1));
-    __m256i a = _mm256_madd_epi16(_mm256_maddubs_epi16(low, s), _mm256_set1_epi16(1));
-    __m256i b = _mm256_madd_epi16(_mm256_maddubs_epi16(high, s), _mm256_set1_epi16(128));
-    return _mm256_add_epi32(acc, _mm256_add_epi32(a, b));
+#ifdef AVXVNNI
+INLINE __m256i dot32(__m256i acc, __m256i u, __m256i s) { return _mm256_dpbusd_avx_epi32(acc, u, s); }
+#else
+#define SIGNED_INT8 /* the first factor is signed too: magnitudes times signs, so that two products fit 16 bits */
+INLINE __m256i dot32(__m256i acc, __m256i w, __m256i s) {
+    __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(s, w));
+    return _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
 }
+#endif
 INLINE vi dot(vi acc, vb u, vb s) { return PAIR(vi, dot32(acc.a, u.a, s.a), dot32(acc.b, u.b, s.b)); }
+#ifdef AVXVNNI
+#define dot15 dot
+#define dot15_start(acc) (acc)
+#define dot15_end(acc, p) (p)
+#else
 #define dot15_start(acc) vi_zero()
 /* In assembly: compilers compute all products first and add them then, with more registers than there are. */
 INLINE __m256i add_words(__m256i p, __m256i x) {
@@ -288,6 +297,7 @@ INLINE vi dot15_end(vi acc, vi p) {
     return PAIR(vi, _mm256_add_epi32(acc.a, _mm256_madd_epi16(p.a, ones)),
                 _mm256_add_epi32(acc.b, _mm256_madd_epi16(p.b, ones)));
 }
+#endif
 
 /* Four vectors -> one whose halves hold the sums of the four lanes there of a, b, c, d. */
 INLINE __m256i four_sums(__m256i a, __m256i b, __m256i c, __m256i d, int small) {

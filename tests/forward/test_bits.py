@@ -89,7 +89,7 @@ def test_the_same_bits_with_exact_activations(folders, load, bits):
     assert torch.equal(all_logits(model, ids, [1] * 20 + [40]), all_logits(model, ids))
 
 
-@pytest.mark.parametrize("name", ["avx512vnni", "avx512", "avx2", "portable"])
+@pytest.mark.parametrize("name", ["avx512vnni", "avx512", "avxvnni", "avx2", "portable"])
 def test_the_same_bits_with_other_instructions(folders, load, name):
     ids = ids_of("tiny")[:70]
     loaded = load(folders("tiny", "int4"))

@@ -32,8 +32,8 @@ def kernels(request):
             out[name] = Native(find_library(FOLDER, name, extra=extra))
         except NoCompiler as error:
             pytest.skip(str(error))
-        except (BuildError, OSError):  # older compilers do not know tiles, and not every system lets them be used
-            if name != "avx512amx":
+        except (BuildError, OSError):  # older compilers do not know these, and not every system lets tiles be used
+            if name not in ("avx512amx", "avxvnni"):
                 raise
     return out
 
@@ -380,6 +380,7 @@ def test_the_best_instruction_set(monkeypatch):
     for has, best in [
         (set(), "portable"),
         (set(AVX2), "avx2"),
+        ({*AVX2, "avxvnni"}, "avxvnni"),
         (set(AVX512), "avx512"),
         ({*AVX512, "avx512vnni"}, "avx512vnni"),
         ({*AVX512, "avx512vnni", "gfni", "amx-tile", "amx-int8"}, "avx512amx"),
