@@ -26,7 +26,7 @@ def main(arguments: list[str]) -> int:
 def run(settings: Settings) -> int:
     """Run the mode that the settings choose -> exit code."""
     # Imported here: torch takes a second or two, and a mistyped variable should be reported at once.
-    from load.model import open_snapshot, snapshot_folder
+    from load.model import open_snapshot
     from modes.chat import run_chat
     from modes.check import run_check
     from modes.reference import reference_path
@@ -47,7 +47,7 @@ def run(settings: Settings) -> int:
         (True, run_check),
     )
     mode = next(mode for is_chosen, mode in modes if is_chosen)
-    if mode is run_check and not settings.ref and snapshot_folder(settings) and not reference_path(settings).exists():
+    if mode is run_check and not settings.ref and not reference_path(settings).exists():
         print(USAGE, file=sys.stderr)
         return 2
     if settings.tools and mode is not run_chat:

@@ -78,6 +78,7 @@ from scripts.options import OneLineParser, number_from, whole_from
 from settings import Settings
 from snapshot.config import ModelConfig
 from snapshot.config_file import read_config
+from snapshot.folder import snapshot_name
 from text.prompt import PromptPrefix
 from text.tokenizer import TextTokenizer
 
@@ -219,7 +220,7 @@ def describe_model(loaded: LoadedModel, costs: StepCosts, peaks: Peaks, context:
     config, plan, has_indexer = loaded.config, loaded.plan, loaded.model.weights.has_indexer
     dtypes = count_parameters(loaded)
     return {
-        "source": loaded.folder.resolve().name,
+        "source": snapshot_name(loaded.folder.resolve()),
         "step": None,
         "model_config": asdict(config),
         "device": f"CPU, {loaded.kernels.removeprefix('[kernels] ')}",

@@ -66,6 +66,7 @@ from machine.exit import exit_code
 from scripts.options import number_from, whole_from
 from settings import EMBEDDED_SNAPSHOT, VARIABLES, Settings
 from snapshot.config_file import read_config
+from snapshot.folder import own_files
 from snapshot.index import read_index
 from snapshot.reader import FileReader, read_json_object
 
@@ -90,7 +91,7 @@ MIN_TOKENS, MAX_TOKENS = 8, 16
 
 def drop_pages(folder: Path) -> None:
     """Drop a snapshot from the page cache."""
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in own_files(folder, ".safetensors"):
         with open(path, "rb") as file:
             os.fsync(file.fileno())  # dirty pages would stay
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -40,6 +40,7 @@ from kernels.formats import FORMATS, MXFP4
 from scripts.container import Shard
 from snapshot.config_fields import ConfigFields
 from snapshot.config_file import parse_model_config
+from snapshot.folder import own_files
 
 SOURCE = "dev/make_synthetic.py"
 SMALLS_OWN = ("hidden", "moe_width", "active", "index_topk")
@@ -106,7 +107,7 @@ def write_snapshot(args: argparse.Namespace, config: dict[str, Any]) -> tuple[in
     if args.out.exists() and not args.out.is_dir():
         raise Refused(f"{args.out}: is a file; DST must name a folder")
     args.out.mkdir(parents=True, exist_ok=True)
-    if list(args.out.glob("*.safetensors")):
+    if own_files(args.out, ".safetensors"):
         raise Refused(f"{args.out}: holds weights already; name another folder, or empty it")
     total = sum(shard.num_bytes for _, shard in plan_files(args, config, filler, np.random.default_rng(0)))
     have = shutil.disk_usage(args.out).free
@@ -145,7 +146,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def unfinished(folder: Path) -> str:
     """A hint to delete a folder whose weights are incomplete, or an empty text."""
-    begun = any(folder.glob("*.safetensors*")) and not (folder / "config.json").exists()
+    begun = bool(own_files(folder, ".safetensors", ".safetensors.partial")) and not (folder / "config.json").exists()
     return f"; {folder} is unfinished, delete it" if begun else ""
 
 

@@ -12,7 +12,7 @@ from experts.route_trace import RouteTrace
 from experts.usage import UsageHistory
 from forward.model import Model
 from kernels import dispatch
-from load.notices import format_notices, lossy_options, run_notices
+from load.notices import format_notices, lossy_options, run_notices, snapshot_notices
 from load.plan import MemoryPlan, make_plan
 from machine.memory import MemoryGuard, available_bytes
 from machine.threads import num_threads
@@ -20,6 +20,7 @@ from settings import Settings
 from snapshot.config import ModelConfig
 from snapshot.config_file import read_config
 from snapshot.dense import DenseTensors
+from snapshot.folder import find_snapshot
 from snapshot.index import read_index
 from snapshot.reader import FileReader
 
@@ -64,11 +65,11 @@ class LoadedModel(OpenedSnapshot):
 
 
 def snapshot_folder(settings: Settings) -> Path:
-    """The folder that SNAP names. Refused where it is none."""
+    """The folder that SNAP names, in a hub cache by its model. Refused where it is none."""
     folder = Path(settings.snap)
     if not folder.is_dir():
         raise Refused(f"SNAP={settings.snap}: no such folder; it must name a Hugging Face snapshot folder")
-    return folder
+    return find_snapshot(folder)
 
 
 def open_snapshot(settings: Settings, kv_slots: int = 1) -> OpenedSnapshot:
@@ -88,14 +89,14 @@ def open_snapshot(settings: Settings, kv_slots: int = 1) -> OpenedSnapshot:
     dense = DenseTensors(config, family, index, with_mtp=settings.drafts)
     disk = ExpertDisk(config, family, index, reader, (*config.sparse_layers, *dense.mtp_layers))
     if settings.snap_mirror:
-        disk.add_mirror(Path(settings.snap_mirror))
+        disk.add_mirror(find_snapshot(Path(settings.snap_mirror)))
     index.check_unused_files(family.layer_prefix(config.num_layers))
     context = settings.ctx or min(DEFAULT_CONTEXT, config.max_positions)
     tokenizer = folder / "tokenizer.json"
     tokenizer_bytes = TOKENIZER_FACTOR * tokenizer.stat().st_size if tokenizer.is_file() else 0
     plan = make_plan(settings, dense, disk, context, tokenizer_bytes, kv_slots)
     lossy = dict(lossy_options(settings, num_active, dense, disk))
-    notices = tuple(f"[lossy] {line}" for line in lossy.values())
+    notices = (*snapshot_notices(dense), *(f"[lossy] {line}" for line in lossy.values()))
     notices += *format_notices(settings, dense, disk), *run_notices(settings, dense, plan)
     resources = ExitStack()
     resources.callback(reader.close)

@@ -10,6 +10,7 @@ from kernels.formats import GROUP
 from load.plan import MemoryPlan
 from settings import Settings
 from snapshot.dense import DenseTensors
+from snapshot.folder import list_names
 
 
 def lossy_options(
@@ -53,6 +54,20 @@ def format_notices(settings: Settings, dense: DenseTensors, disk: ExpertDisk) ->
         quantized = [str(fmt) for fmt in formats[which] if fmt.is_packed]
         if bits < 16 and quantized:
             yield f"[format] {name} {bits} has no effect on weights that are stored as {', '.join(quantized)}"
+
+
+def snapshot_notices(dense: DenseTensors) -> Iterator[str]:
+    """What of the snapshot is passed over, and which of two places counts where they disagree. All its tensors must
+    have been looked up."""
+    if dense.index.not_read:
+        yield f"[snapshot] {dense.index.not_read}"
+    yield from dense.config.notices
+    if dense.tie_notice:
+        yield dense.tie_notice
+    unused = dense.unused_names()
+    if unused:
+        count = f"{len(unused)} tensors have" if len(unused) > 1 else "a tensor has"
+        yield f"[snapshot] {count} no place in the model of config.json, not used: {list_names(unused)}"
 
 
 def run_notices(settings: Settings, dense: DenseTensors, plan: MemoryPlan) -> Iterator[str]:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from errors import Refused
-from load.model import OpenedSnapshot
+from load.model import OpenedSnapshot, snapshot_folder
 from machine.fields import FieldReader
 from settings import Settings
 from snapshot.reader import read_json_object
@@ -11,7 +11,7 @@ from snapshot.reader import read_json_object
 
 def reference_path(settings: Settings) -> Path:
     """REF, by default ref_glm.json of the snapshot."""
-    return Path(settings.ref) if settings.ref else Path(settings.snap) / "ref_glm.json"
+    return Path(settings.ref) if settings.ref else snapshot_folder(settings) / "ref_glm.json"
 
 
 def read_reference(settings: Settings, opened: OpenedSnapshot, *keys: str) -> list[list[int]]:

@@ -17,6 +17,7 @@ from machine.console import Terminal, say, show_bar
 from machine.files import atomic_write
 from machine.memory import peak_rss_bytes, rss_bytes
 from settings import Settings
+from snapshot.folder import snapshot_name
 
 HEARTBEAT_EVERY = 16  # tokens
 QUIET_SECONDS = 10  # between heartbeats that would cut into the text on the same terminal
@@ -129,7 +130,7 @@ class RunReport:
         profile["rest"] = whole.seconds - sum(profile.values())
         return {
             "mode": self.mode,
-            "model": self.loaded.folder.resolve().name,
+            "model": snapshot_name(self.loaded.folder.resolve()),
             "model_type": self.model.config.model_type,
             "kernels": self.loaded.kernels.removeprefix("[kernels] "),
             "prompt_tokens": self.num_prompt_ids,

@@ -9,6 +9,7 @@ from load.model import OpenedSnapshot, open_snapshot
 from machine.console import Terminal, say, say_warnings
 from modes.report import check_report
 from settings import Settings
+from snapshot.folder import snapshot_name
 
 Mode = Callable[[Settings, OpenedSnapshot], int]
 Opener = Callable[[Settings], OpenedSnapshot]
@@ -41,7 +42,7 @@ def announce(opened: OpenedSnapshot) -> None:
     """Print what will be loaded and how: the first lines of every mode."""
     config = opened.config
     say(
-        f"[snapshot] {opened.folder.resolve().name}: {config.model_type}, {config.num_layers} layers, "
+        f"[snapshot] {snapshot_name(opened.folder.resolve())}: {config.model_type}, {config.num_layers} layers, "
         f"{config.num_experts} experts top-{config.num_active_experts}"
     )
     for line in (*opened.plan.lines(), *opened.notices):

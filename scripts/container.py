@@ -21,10 +21,10 @@ from torch import Tensor
 from experts.disk import PAGE
 from kernels.formats import MXFP4, WeightFormat
 from machine.files import atomic_write
+from snapshot.dense import PADDING
 from snapshot.formats import SCALES
 from snapshot.index import FORMATS_KEY, ITEM_BYTES
 
-PADDING = "padding."  # begins the names of tensors that fill a page
 CHECKSUM = "colibri.sha256"  # metadata: of all bytes after the header
 SOURCE = "colibri.source"
 UNKNOWN = "0" * 64

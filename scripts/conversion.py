@@ -12,9 +12,9 @@ from errors import Refused, printable
 from experts.disk import MATRICES, ExpertDisk
 from kernels.formats import DTYPES, FORMATS, MXFP4, WeightFormat
 from kernels.quantize import SEARCH_STEPS, quantize, row_blocks
-from scripts.container import PADDING, ContainerTensor, Shard, make_tensor, weight_tensors
+from scripts.container import ContainerTensor, Shard, make_tensor, weight_tensors
 from snapshot.config_file import read_config
-from snapshot.dense import DenseTensors, read_entry_bytes, read_stored_weight
+from snapshot.dense import PADDING, DenseTensors, read_entry_bytes, read_stored_weight
 from snapshot.formats import FP8_SCALES, SCALES, StoredWeight, find_stored_weight
 from snapshot.index import TensorEntry, TensorIndex, read_index
 from snapshot.reader import FileReader
@@ -142,7 +142,7 @@ class Conversion:
         try:
             self.disk = ExpertDisk(self.config, self.family, index, self.reader, layers)
             index.check_unused_files(mtp_prefix)
-            top = list(self.table_groups(self.family.model_tensors(self.config), "embeddings"))
+            top = list(self.table_groups(self.dense.top, "embeddings"))
             shards = [top, *(self.layer_groups(layer) for layer in range(self.mtp_layer + has_mtp))]
         except Refused as error:
             # The engine runs such a snapshot, without the MTP layer.
@@ -171,7 +171,7 @@ class Conversion:
         """A group for each matrix of a table of tensor names, and one for all that is copied: vectors, and without a
         role matrices too."""
         copies = []
-        for name, shape in table.values():
+        for name, shape in dict(table.values()).items():  # tied embeddings are in it twice
             if role is None or len(shape) == 1:
                 copies.append(CopiedTensor(self.index.find_checked(name, shape)))
             else:
@@ -193,7 +193,9 @@ class Conversion:
         for item in (item for groups in shards for group in groups for item in group.items):
             entries = item.stored.entries if isinstance(item, ConvertedMatrix) else (item.entry,)
             known |= {entry.name for entry in entries}
-        left_out = (PADDING,) if self.options.mtp else (PADDING, mtp_prefix)
+        left_out: tuple[str, ...] = (PADDING,) if self.options.mtp else (PADDING, mtp_prefix)
+        if self.dense.head_name == self.dense.embed_name:  # a copy of the embedding: quantized it would differ
+            left_out += (self.family.model_tensors(self.config)["lm_head"][0],)
         return [name for name in self.index.entries if name not in known and not name.startswith(left_out)]
 
     def shard(self, name: str) -> Shard:

@@ -39,12 +39,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from errors import Refused, printable
 from kernels.formats import GROUPS
 from kernels.quantize import quantize_with_scales, row_blocks
+from load.notices import snapshot_notices
 from machine.console import Terminal, say, show_bar
 from machine.exit import exit_code
 from machine.files import PARTIAL, atomic_write
 from scripts.container import CHECKSUM, UNKNOWN, Shard, replace_checksum
 from scripts.conversion import Conversion, ConversionOptions, ConvertedMatrix, Item
 from snapshot.dense import read_entry_bytes, read_stored_weight
+from snapshot.folder import find_snapshot, own_files
 from snapshot.formats import find_stored_weight
 from snapshot.index import INDEX_FILE, TensorIndex, read_header, read_index
 from snapshot.reader import FileReader, open_file, read_file
@@ -96,7 +98,7 @@ class ConversionProgress:
 
 def convert(conversion: Conversion, out: Path, num_threads: int) -> int:
     """Write every shard that is not there yet -> bytes written."""
-    for path in out.glob("*.safetensors"):
+    for path in own_files(out, ".safetensors"):
         if path.name not in conversion.shards:
             raise Refused(f"{path}: is no file of this container; name an empty folder, or delete what is there")
     if os.path.lexists(out / INDEX_FILE):
@@ -284,7 +286,9 @@ def run(args: argparse.Namespace, options: ConversionOptions) -> int:
     if args.out.exists() and args.out.samefile(args.source):
         raise Refused(f"{args.out}: is SRC itself, which is never written; name another folder")
     started = time.monotonic()
-    conversion = Conversion(args.source, options)
+    conversion = Conversion(find_snapshot(args.source), options)
+    for line in snapshot_notices(conversion.dense):
+        say(line)
     try:
         with locked_folder(args.out):
             written = convert(conversion, args.out, max(1, args.threads))

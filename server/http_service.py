@@ -13,6 +13,7 @@ from server.openai.api_error import ApiError, JsonObject
 from server.openai.request_fields import RequestFields
 from server.service import Service
 from settings import Settings
+from snapshot.folder import snapshot_name
 
 SEED_STEP = 0x9E3779B97F4A7C15  # odd, so that every request without a seed has one of its own
 
@@ -24,7 +25,7 @@ class HttpService(Service):
         super().__init__(settings, loaded, *arguments)
         self.metrics = Metrics(loaded.model, self.scheduler)
         self.folder: Path = loaded.folder
-        self.model_id = Path(os.path.abspath(loaded.folder)).name
+        self.model_id = snapshot_name(Path(os.path.abspath(loaded.folder)))
         self.vocab_size: int = loaded.config.vocab_size
         self.created = int(time.time())
         self.request_numbers = itertools.count(1)

@@ -1,6 +1,6 @@
 """ModelConfig: the hyperparameters of a model, frozen."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from snapshot.rope import Rope
 
@@ -65,6 +65,7 @@ class ModelConfig:
     # reach this share of their sum; 0 keeps all. kv_dtype: how the KV cache is stored, f32 or bf16.
     expert_mass: float = 0.0
     kv_dtype: str = "f32"
+    notices: tuple[str, ...] = field(default=(), compare=False)  # where keys of config.json disagree, and which counts
 
     @property
     def qk_head_dim(self) -> int:

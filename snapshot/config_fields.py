@@ -18,13 +18,16 @@ class ConfigFields(FieldReader):
         super().__init__(values, str(path))
         self.defaults: dict[str, Any] = {}  # of the family; they win over those of the callers
         self.prefix = prefix  # of keys in error messages, "rope_parameters." for a nested object
+        self.notices: list[str] = []  # lines for the user; a nested object shares them
 
     def nested(self, key: str) -> "ConfigFields":
         """Fields of the object under `key`; of an empty one if absent."""
         values = self.get(key, {})
         if not isinstance(values, dict):
             self.reject(key, "must be an object")
-        return ConfigFields(values, self.subject, f"{self.prefix}{key}.")
+        inner = ConfigFields(values, self.subject, f"{self.prefix}{key}.")
+        inner.notices = self.notices
+        return inner
 
     def label(self, name: str) -> str:
         return f"{self.subject}: {self.prefix}{name}"
@@ -58,6 +61,15 @@ class ConfigFields(FieldReader):
                 self.reject(name, f"is {show(value)}, but {other} is {show(self.find(other))}; they mean the same")
         return name
 
+    def prefer(self, name: str, value: Any, other: str, passed_over: Any) -> None:
+        """Say that of two values of one thing `name` counts, where another one is passed over."""
+        if passed_over is not None and value != passed_over:
+            self.say(f"{name} ({show(value)}) counts, not {other} ({show(passed_over)})")
+
+    def say(self, line: str) -> None:
+        """A notice, in the words of this file and object."""
+        self.notices.append(f"[config] {Path(self.subject).name}: {self.prefix}{line}")
+
     def require(self, name: str, *allowed: Any) -> None:
         """Refuse a value that changes the arithmetic, unless it is absent or one that this engine computes."""
         value = self.find(name)
@@ -74,10 +86,13 @@ class ConfigFields(FieldReader):
         return tuple(value)
 
     def token_ids(self, name: str, vocab_size: int) -> tuple[int, ...]:
-        """A token id or a list of them; empty if absent."""
+        """A token id or a list of them; empty if absent. Those that the vocabulary does not have are passed over with a
+        notice: transformers warns of them, and no token can ever be one."""
         value = self.get(name, [])
         value = value if isinstance(value, list) else [value]
         for token in value:
-            if type(token) is not int or not 0 <= token < vocab_size:
-                self.reject(name, f"holds {show(token)}, which is no id of a vocabulary of {vocab_size}")
-        return tuple(value)
+            if type(token) is not int:
+                self.reject(name, f"holds {show(token)}, expected token ids")
+        if absent := [token for token in value if not 0 <= token < vocab_size]:
+            self.say(f"{name} {show(absent[0])} is not in the vocabulary of {vocab_size}: no answer ends with it")
+        return tuple(token for token in value if 0 <= token < vocab_size)

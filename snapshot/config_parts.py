@@ -7,7 +7,7 @@ and is not computed here is refused.
 from typing import Any
 
 from snapshot.config_fields import ConfigFields
-from snapshot.rope import parse_rope
+from snapshot.rope import parse_rope, rope_fields
 
 EXPERT_NAMES = ("n_routed_experts", "num_experts", "num_local_experts")
 
@@ -89,8 +89,10 @@ def parse_sliding_window(fields: ConfigFields, num_layers: int) -> Part:
 
 def parse_partial_rotary_factor(fields: ConfigFields) -> float:
     """partial_rotary_factor, in rope_parameters or at the top level."""
-    at_top = fields.number("partial_rotary_factor")
-    return fields.nested("rope_parameters").number("partial_rotary_factor", at_top, high=1.0)
+    at_top, rope = fields.number("partial_rotary_factor"), rope_fields(fields)
+    factor: float = rope.number("partial_rotary_factor", at_top, high=1.0)
+    rope.prefer("partial_rotary_factor", factor, "that of the top level", fields.find("partial_rotary_factor"))
+    return factor
 
 
 def parse_experts(
@@ -122,9 +124,11 @@ def parse_sigmoid_moe(fields: ConfigFields, common: Part) -> Part:
     if num_active > num_active_groups * (num_experts // num_groups):
         fields.reject("num_experts_per_tok", f"is {num_active}, more than topk_group groups hold")
     types = fields.words("mlp_layer_types", ("dense", "sparse"), common["num_layers"])
-    if types is None:
-        num_dense = min(fields.count("first_k_dense_replace", low=0), common["num_layers"])
-        types = ("dense",) * num_dense + ("sparse",) * (common["num_layers"] - num_dense)
+    num_dense = min(fields.count("first_k_dense_replace", low=0), common["num_layers"])
+    by_number = ("dense",) * num_dense + ("sparse",) * (common["num_layers"] - num_dense)
+    if types is not None and types != by_number and fields.find("first_k_dense_replace") is not None:
+        fields.prefer("mlp_layer_types", list(types), "first_k_dense_replace", num_dense)
+    types = types or by_number
     return experts | {
         "router": "sigmoid",
         "mlp_types": types,
@@ -134,7 +138,7 @@ def parse_sigmoid_moe(fields: ConfigFields, common: Part) -> Part:
         "num_active_groups": num_active_groups,
         "normalize_weights": fields.flag("norm_topk_prob", True),
         "routed_scaling": fields.number("routed_scaling_factor", 1.0),
-        "num_mtp_layers": fields.count("num_nextn_predict_layers", 0, low=0, high=1),
+        "num_mtp_layers": fields.count(fields.alias("num_nextn_predict_layers", "num_mtp_layers"), 0, low=0, high=1),
     }
 
 

@@ -21,6 +21,9 @@ from snapshot.index import TensorEntry, TensorIndex
 from snapshot.reader import FileReader
 from snapshot.weights import ModelWeights, MtpWeights, bind_layer
 
+PADDING = "padding."  # begins the names of tensors that fill a page of a container
+COMPUTED = ".rotary_emb.inv_freq"  # ends the names of tensors that follow from config.json; older files have them
+
 
 class DenseTensors:
     """The dense tensors as stored, with `load_weights`. with_mtp: those of the MTP layer too, if it is complete."""
@@ -28,9 +31,9 @@ class DenseTensors:
     def __init__(self, config: ModelConfig, family: Family, index: TensorIndex, with_mtp: bool = False):
         self.config, self.family, self.index = config, family, index
         self.mtp_problem = self.find_mtp_problem() if with_mtp else "not asked for"  # why the MTP layer is left out
-        top = family.model_tensors(config)
-        self.embed_name = top["embed"][0]
-        self.head_name = top.get("lm_head", top["embed"])[0]
+        self.tie_notice: str | None = None  # where config.json and the tensors disagree
+        self.top = top = self.tie_embeddings(family.model_tensors(config))
+        self.embed_name, self.head_name = top["embed"][0], top["lm_head"][0]
         self.check_layers()
         self.has_indexer = self.find_indexer()
         routed = [self.layer_tables(layer) for layer in (*config.sparse_layers, *self.mtp_layers)]
@@ -46,6 +49,21 @@ class DenseTensors:
                     self.floats[name] = index.find_checked(name, shape)
                 else:
                     self.matrices[name] = find_stored_weight(index, name, shape)
+
+    def tie_embeddings(self, top: TensorTable) -> TensorTable:
+        """The table of embedding and head: one tensor for both where tie_word_embeddings says so, unless both are there
+        and differ, as in transformers. Either may be the one that is there."""
+        (embed, shape), (head, _) = top["embed"], top["lm_head"]
+        if not self.config.tie_word_embeddings:
+            return top
+        if embed not in self.index and head in self.index:
+            return top | {"embed": (head, shape)}
+        if head in self.index:
+            stored = (find_stored_weight(self.index, name, shape) for name in (embed, head))
+            if not have_equal_values(*stored):
+                self.tie_notice = f"[config] tie_word_embeddings is true, but {head} differs from {embed}: not tied"
+                return top
+        return top | {"lm_head": (embed, shape)}
 
     @property
     def mtp_layers(self) -> tuple[int, ...]:
@@ -114,6 +132,15 @@ class DenseTensors:
             tables["mtp_own"] = {word: own[word] for word in own if own[word][0] in self.index}
         return tables
 
+    def unused_names(self) -> list[str]:
+        """Tensors of the files that nothing has looked up, but for those that a model may do without."""
+        c, index = self.config, self.index
+        spare = [self.family.layer_prefix(c.num_layers), PADDING]  # the MTP layer
+        if self.head_name == self.embed_name:
+            spare += [name for name, _ in self.family.model_tensors(c).values()]
+        names = index.entries.keys() - index.used_names
+        return sorted(name for name in names if not name.startswith(tuple(spare)) and not name.endswith(COMPUTED))
+
     def quantizes(self, stored: StoredWeight, bits: int) -> bool:
         """True if a matrix is quantized at load; the embedding is only looked up and stays as stored."""
         return bits < 16 and not stored.format.is_packed and stored.name != self.embed_name
@@ -159,14 +186,26 @@ class DenseTensors:
             return {part: bind(table) for part, table in self.layer_tables(layer).items()}
 
         layers = tuple(bind_layer(bind_tables(layer)) for layer in range(self.config.num_layers))
-        top = bind(self.family.model_tensors(self.config))
-        top.setdefault("lm_head", top["embed"])
+        top = bind(self.top)
         mtp = None
         for layer in self.mtp_layers:
             tables = bind_tables(layer)
             ends = {word: top[word] for word in ("embed", "lm_head")} | tables["mtp_own"]
             mtp = MtpWeights(layer=bind_layer(tables), **tables["mtp"], **ends)
         return ModelWeights(**top, layers=layers, has_indexer=self.has_indexer, mtp=mtp)
+
+
+def have_equal_values(a: StoredWeight, b: StoredWeight) -> bool:
+    """True if two matrices of one shape hold equal numbers. They are read in row blocks up to the first difference."""
+    reader = FileReader()
+    try:
+        for start, stop in row_blocks(a.rows, a.columns):
+            parts = (read_stored_weight(reader, stored.slice_rows(start, stop)).dequantize() for stored in (a, b))
+            if not torch.equal(*parts):
+                return False
+        return True
+    finally:
+        reader.close()
 
 
 def read_entry_bytes(reader: FileReader, entry: TensorEntry) -> Tensor:

@@ -34,10 +34,11 @@ class Family:
 
     def model_tensors(self, c: ModelConfig) -> TensorTable:
         V, D = c.vocab_size, c.hidden_size
-        table: TensorTable = {"embed": ("model.embed_tokens.weight", (V, D)), "norm": ("model.norm.weight", (D,))}
-        if not c.tie_word_embeddings:
-            table["lm_head"] = ("lm_head.weight", (V, D))
-        return table
+        return {
+            "embed": ("model.embed_tokens.weight", (V, D)),
+            "norm": ("model.norm.weight", (D,)),
+            "lm_head": ("lm_head.weight", (V, D)),  # or the embedding: DenseTensors.tie_embeddings
+        }
 
     def layer_prefix(self, layer: int) -> str:
         return f"model.layers.{layer}."

@@ -20,6 +20,7 @@ from typing import NoReturn
 from errors import Refused, shorten, show
 from kernels.formats import BLOCK, FLOATS, FORMATS, FP8, GROUPS, MXFP4, WeightFormat
 from kernels.weight import RowSelection
+from snapshot.foreign import ADVICE
 from snapshot.index import TensorEntry, TensorIndex
 
 SCALES = ".qs"
@@ -79,7 +80,10 @@ def find_stored_weight(index: TensorIndex, name: str, shape: tuple[int, ...]) ->
     rows, columns = shape
     if name + SCALES in index:
         return find_packed_weight(index, name, rows, columns)
-    if index.find_entry(name).dtype == "F8_E4M3":
+    dtype = index.find_entry(name).dtype
+    if dtype not in FLOATS:
+        index.refuse_quantized(name)
+    if dtype == "F8_E4M3":
         return find_fp8_weight(index, name, rows, columns)
     entry = index.find_checked(name, shape)
     return StoredWeight(name, FLOATS[entry.dtype], rows, columns, entry)
@@ -92,6 +96,11 @@ def find_fp8_weight(index: TensorIndex, name: str, rows: int, columns: int) -> S
     scales = index.find_entry(name + FP8_SCALES)
     if scales.dtype in ("F8_E8M0", "U8"):
         raise Refused(f"{scales.path}: tensor {scales.name} holds UE8M0 scales, which this engine does not read")
+    num_scales = math.prod(scales.shape)
+    if num_scales in (1, rows) and num_scales != math.prod(FP8.scale_shape(rows, columns)):
+        each = "the whole matrix" if num_scales == 1 else "each row (channel)"
+        problem = f"is FP8 with a scale for {each}, this engine reads a scale for each block of 128 x 128"
+        raise Refused(f"{scales.path}: tensor {name} {problem}; {ADVICE}")
     scales = index.find_checked(scales.name, FP8.scale_shape(rows, columns))
     data = index.find_checked(name, (rows, columns), ("F8_E4M3",))
     return StoredWeight(name, FP8, rows, columns, data, scales)

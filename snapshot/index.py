@@ -14,8 +14,11 @@ from typing import Any, NoReturn
 from errors import Refused, shorten, show
 from kernels.formats import DTYPES
 from machine.fields import to_text
+from snapshot.folder import list_names, no_weights, own_files
+from snapshot.foreign import ADVICE, describe_quantized
 from snapshot.reader import open_checked, parse_json_object, read_json_object
 
+SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 MAX_DIMENSIONS = 64  # torch's limit; it also bounds the work of multiplying them
@@ -53,8 +56,9 @@ class TensorIndex:
     formats: dict[Path, dict[str, str]]  # the weight formats that each file declares
     shards: str  # for error messages: which of a numbered series are there
     has_gap: bool  # a shard of the series is missing
-    unlisted: tuple[Path, ...]  # files that are in the folder, but not named by an index file
-    used_paths: set[Path] = field(default_factory=set)  # files of which a tensor was looked up
+    unlisted: tuple[Path, ...]  # files that are read, but named neither by an index file nor by a rule
+    not_read: str = ""  # files that are not read, and why, a line for the user
+    used_names: set[str] = field(default_factory=set)  # tensors that were looked up
 
     def __post_init__(self) -> None:
         self.layer_prefixes = {".".join(name.split(".")[:3]) + "." for name in self.entries}
@@ -76,9 +80,15 @@ class TensorIndex:
         """The entry of a tensor of any dtype and shape; refuses a missing name."""
         entry = self.entries.get(name)
         if entry is None:
+            self.refuse_quantized(name)
             raise self.incomplete(f"tensor {name} is missing")
-        self.used_paths.add(entry.path)
+        self.used_names.add(name)
         return entry
+
+    def refuse_quantized(self, name: str) -> None:
+        """Refuse a matrix that other tensors beside it show to be quantized in a way that this engine does not read."""
+        if problem := describe_quantized(self.entries, name):
+            raise Refused(f"{self.folder}: tensor {name} is {problem}; {ADVICE}")
 
     def find_checked(self, name: str, shape: Sequence[int], dtypes: Sequence[str] = tuple(DTYPES)) -> TensorEntry:
         """The entry of a tensor of this shape and one of these dtypes; refuses others and a missing name."""
@@ -93,8 +103,8 @@ class TensorIndex:
 
     def incomplete(self, problem: str) -> Refused:
         """The error for something missing, with what is known of the shards."""
-        shards = f" ({self.shards})" if self.shards else ""
-        return Refused(f"{self.folder}: {problem}{shards}; is the download complete?")
+        known = "; ".join(filter(None, (self.shards, self.not_read)))
+        return Refused(f"{self.folder}: {problem}{f' ({known})' if known else ''}; is the download complete?")
 
     def check_unused_files(self, mtp_prefix: str) -> None:
         """After all look-ups, refuse a missing shard without needed tensors, and a file of another model.
@@ -104,23 +114,36 @@ class TensorIndex:
         if self.has_gap:
             raise Refused(f"{self.folder}: a shard is missing ({self.shards}); is the download complete?")
         spare = {entry.path for name, entry in self.entries.items() if name.startswith(mtp_prefix)}
+        used_paths = {self.entries[name].path for name in self.used_names}
         for path in self.unlisted:
-            if path not in self.used_paths and path not in spare:
+            if path not in used_paths and path not in spare:
                 raise Refused(f"{path}: holds no tensor of this model; move it out of the folder")
 
 
 def read_index(folder: Path) -> TensorIndex:
-    """Read the headers of all *.safetensors of a snapshot.
+    """Read the headers of the *.safetensors of a snapshot.
 
-    With model.safetensors.index.json these are the files that it lists, and each name must be where it says; without it
-    all *.safetensors of the folder.
+    As in transformers a model.safetensors is the whole model, else it is the files that model.safetensors.index.json
+    lists, and each name must be where it says. Without both, as in containers, it is all *.safetensors of the folder.
     """
-    listing = folder / INDEX_FILE
-    is_listed = os.path.lexists(listing)  # a dangling link is a broken download, not an absent file
+    listing, single = folder / INDEX_FILE, folder / SINGLE_FILE
+    # lexists: a dangling link is a broken download, not an absent file.
+    is_listed = os.path.lexists(listing)
     weight_map = read_weight_map(listing) if is_listed else {}
-    paths = list_files(folder, weight_map) if is_listed else sorted(folder.glob("*.safetensors"))
+    there = own_files(folder, ".safetensors")
+    unlisted: list[Path] = []
+    rule = f"not in {INDEX_FILE}"
+    if os.path.lexists(single) and SINGLE_FILE not in weight_map.values():
+        paths, weight_map, rule = [single], {}, f"{SINGLE_FILE} is the whole model"
+        there += [listing] if is_listed else []
+    elif is_listed:
+        paths = list_files(folder, weight_map)
+    else:
+        paths = unlisted = there
     if not paths:
-        raise Refused(f"{folder}: holds no *.safetensors; SNAP must name a Hugging Face snapshot folder")
+        raise no_weights(folder)
+    strays = [path.name for path in there if path not in paths]
+    not_read = f"not read: {list_names(strays)} ({rule})" if strays else ""
     entries: dict[str, TensorEntry] = {}
     formats = {}
     for path in paths:
@@ -135,7 +158,7 @@ def read_index(folder: Path) -> TensorIndex:
         if name not in entries or entries[name].path.name != file:
             raise Refused(f"{listing}: says {shorten(name)} is in {shorten(file)}, which does not hold it")
     shards, has_gap = describe_shards([path.name for path in paths])
-    return TensorIndex(folder, entries, formats, shards, has_gap, () if is_listed else tuple(paths))
+    return TensorIndex(folder, entries, formats, shards, has_gap, tuple(unlisted), not_read)
 
 
 def read_weight_map(listing: Path) -> dict[str, str]:

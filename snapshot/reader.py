@@ -20,6 +20,14 @@ DIRECT_UNSUPPORTED = (errno.EINVAL, errno.EOPNOTSUPP)  # from file systems witho
 TRANSIENT_ERRORS = (errno.EINTR, errno.EAGAIN, errno.EIO, errno.ENOMEM, errno.ETIMEDOUT)
 RETRY_PAUSES = (0.1, 0.4)  # seconds before the second and the third attempt
 MAX_TEXT_BYTES = 100_000_000  # of a JSON file or a template; published tokenizers have 20 MB
+# What may lie under the name of a file of a snapshot instead of it: first bytes -> what that is and what to do.
+NOT_THE_FILE = {
+    b"version https://git-lfs": "is a Git LFS pointer, not the file itself; run git lfs pull there, or hf download",
+    b"<!doctype html": "is a web page, not the file itself; download it again, a gated model with a token",
+    b"<html": "is a web page, not the file itself; download it again, a gated model with a token",
+    b"GGUF": "is a GGUF file, which this engine does not read; download the model's safetensors",
+    b"PK\x03\x04": "is a zip archive, as torch.save writes; download the model's safetensors",
+}
 
 
 def align_to_page(num_bytes: int) -> int:
@@ -45,6 +53,11 @@ def open_checked(path: Path, advice: str) -> Iterator[tuple[BinaryIO, int]]:
     """-> (a file to read, its bytes). Every OSError becomes Refused; `advice` says what to do if there is no file."""
     try:
         with open(open_file(path), "rb") as file:
+            head = file.read(64).lstrip()
+            for start, problem in NOT_THE_FILE.items():
+                if head.startswith(start) or (start.startswith(b"<") and head.lower().startswith(start)):
+                    raise Refused(f"{path}: {problem}")
+            file.seek(0)
             yield file, os.fstat(file.fileno()).st_size
     except FileNotFoundError:
         raise Refused(f"{path}: no such file; {advice}") from None

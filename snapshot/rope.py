@@ -20,13 +20,23 @@ class Rope:
 
 def parse_rope(fields: ConfigFields, width: int, max_positions: int) -> Rope:
     """rope_parameters, or the older rope_scaling and top-level rope_theta -> Rope of `width` columns."""
-    rope = fields.nested(fields.first_present("rope_parameters", "rope_scaling"))
+    rope = rope_fields(fields)
     kind = rope.first_present("rope_type", "type")
+    rope.prefer(kind, rope.find(kind), "type", rope.find("type"))
     rope.require(kind, "default", "yarn")
     theta = rope.number("rope_theta", fields.get("rope_theta", 10000.0), low=1.0)
+    rope.prefer("rope_theta", theta, "rope_theta of the top level", fields.find("rope_theta"))
     if rope.get(kind, "default") == "yarn":
         return yarn_rope(rope, theta, width, max_positions)
     return Rope(tuple(plain_frequencies(theta, width).tolist()))
+
+
+def rope_fields(fields: ConfigFields) -> ConfigFields:
+    """The object that describes the rotary embedding. Of two, transformers reads the older rope_scaling alone."""
+    old, new = fields.find("rope_scaling"), fields.find("rope_parameters")
+    if old and new:
+        fields.prefer("rope_scaling", old, "rope_parameters", new)
+    return fields.nested("rope_scaling" if old else "rope_parameters")
 
 
 def plain_frequencies(theta: float, width: int) -> Tensor:

@@ -30,7 +30,11 @@ def parse_indexer_types(fields: ConfigFields, num_layers: int) -> tuple[str, ...
     """indexer_types takes precedence over index_topk_pattern, and that over the freq / offset schedule."""
     types = fields.words("indexer_types", ("full", "shared"), num_layers)
     pattern = fields.get("index_topk_pattern", None)
-    if types is None and isinstance(pattern, str):
+    if types is not None and isinstance(pattern, str | list):
+        by_pattern = [{"F": "full", "S": "shared"}.get(letter, letter) for letter in pattern if isinstance(letter, str)]
+        if by_pattern != list(types):
+            fields.prefer("indexer_types", types, "index_topk_pattern", pattern)
+    elif types is None and isinstance(pattern, str):
         if len(pattern) != num_layers or set(pattern) - set("FS"):
             fields.reject("index_topk_pattern", f"must be {num_layers} letters, each F or S")
         types = tuple("full" if letter == "F" else "shared" for letter in pattern)

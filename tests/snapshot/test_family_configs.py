@@ -40,7 +40,7 @@ REFUSED = [
     (
         "gpt_oss",
         {"quantization_config": {"quant_method": "awq"}},
-        "is 'awq', this engine computes only 'fp8' or 'mxfp4'",
+        "is 'awq': the weights are quantized with AWQ, this engine reads fp8 and mxfp4; take the original",
     ),
     ("qwen3_moe", {"num_experts_per_tok": 9}, "num_experts_per_tok is 9"),
 ]

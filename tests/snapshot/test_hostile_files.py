@@ -104,11 +104,12 @@ def test_more_layers_than_config_asks_for(folder):
 
 
 def test_a_file_of_another_model(folder):
+    (folder / "model.safetensors").rename(folder / "weights.safetensors")
     save(folder / "other.safetensors", {"model.layers.0.self_attn.q_proj.weight": "lm_head.weight"})
     refused(folder, "other.safetensors: holds no tensor of this model; move it out of the folder")
     write_model(folder / "other.safetensors", {}, b"")
     refused(folder, "other.safetensors: holds no tensor of this model")
-    write_index(folder, dict.fromkeys(NAMES, "model.safetensors"))  # an index lists the files of the snapshot
+    write_index(folder, dict.fromkeys(NAMES, "weights.safetensors"))  # an index lists the files of the snapshot
     assert opened(folder) is None
 
 
@@ -124,9 +125,10 @@ def test_an_index_that_leads_out_of_the_folder(folder):
     for file in BAD_FILE_NAMES:
         write_index(folder, dict.fromkeys(NAMES, file))
         refused(folder, f"{INDEX_FILE}: weight_map puts ", "expected the name of a *.safetensors file beside it")
+    (folder / "model.safetensors").rename(folder / "weights.safetensors")
     write_index(folder, {"a": "y" * 300 + ".safetensors"})  # a name longer than the system allows
     refused(folder, "yyy...", "is missing (0 of 1 files are there)")
-    write_index(folder, dict.fromkeys(NAMES, "model.safetensors") | {"a": "folder.safetensors"})
+    write_index(folder, dict.fromkeys(NAMES, "weights.safetensors") | {"a": "folder.safetensors"})
     (folder / "folder.safetensors").mkdir()
     refused(folder, "folder.safetensors: is not a regular file")
 
