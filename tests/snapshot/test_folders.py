@@ -169,7 +169,7 @@ def test_checkpoints_quantized_by_others_are_named(folder, method):
     """ "is missing, is the download complete?" said the engine of an AWQ model whose config.json does not tell."""
     tensors = safetensors.torch.load(MODEL_BYTES)
     del tensors[MATRIX + ".weight"]
-    tensors |= {MATRIX + ending: tensor for ending, tensor in QUANTIZED[method].items()}
+    tensors |= {MATRIX + ending: tensor.clone() for ending, tensor in QUANTIZED[method].items()}
     safetensors.torch.save_file(tensors, folder / "model.safetensors")
     line = refused(folder, method, MATRIX, "take the original")
     assert "download" not in line
