@@ -177,7 +177,8 @@ class Evaluation:
             # Sorted, so that requests with a shared prefix follow each other and reuse its KV cache.
             for index in sorted(range(len(requests)), key=lambda index: prompts[index]):
                 options = requests[index][1]
-                reader = AnswerReader(index, self.tokenizer, options.until, readers)
+                stream = Detokenizer(self.tokenizer, prompts[index], self.tokenizer.hidden_ids(options.until))
+                reader = AnswerReader(index, stream, options.until, readers)
                 scheduler.submit(self.request(prompts[index], options, rows[index]), reader)
             while len(answers) < len(requests):
                 reader = readers.get()
@@ -219,11 +220,11 @@ class Evaluation:
 class AnswerReader:
     """Listener of one answer: collects its text and cancels the request at the first of the `until` strings."""
 
-    def __init__(self, index: int, tokenizer: TextTokenizer, until: tuple[str, ...], done: "queue.SimpleQueue"):
+    def __init__(self, index: int, stream: Detokenizer, until: tuple[str, ...], done: "queue.SimpleQueue"):
         self.index = index
         self.until = until
         self.done = done  # gets this reader at the end
-        self.stream = Detokenizer(tokenizer)
+        self.stream = stream
         self.answer: str | None = None
         self.error: str | None = None
 

@@ -10,9 +10,9 @@ from errors import Refused, shorten
 from generate.tools.calculator import calculate
 from generate.tools.sandbox import execute_code
 from generate.tools.tool_state import Tool
+from text.answer_tags import PYTHON_TAGS as MARKERS
 from text.tokenizer import TextTokenizer
 
-MARKERS = ("<|python_start|>", "<|python_end|>", "<|output_start|>", "<|output_end|>")
 MAX_OUTPUT = 2000  # characters that the model gets
 NOTICE = "[chat] tools: calculator and python; programs of the model run on this machine, limited but not isolated"
 

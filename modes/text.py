@@ -32,7 +32,9 @@ def run_text(settings: Settings, opened: OpenedSnapshot) -> int:
     loaded = load_model(settings, opened)
     model = loaded.model
     run = RunReport("prompt", loaded, len(prompt_ids))
-    kv, stream = make_kv_cache(config, context), Detokenizer(tokenizer)
+    # In raw text a special token is as much a part of the answer as of PROMPT; a chat shows none.
+    hidden_ids = tokenizer.hidden_ids() if settings.chat else frozenset()
+    kv, stream = make_kv_cache(config, context), Detokenizer(tokenizer, prompt_ids, hidden_ids)
     drafter, progress = Drafter(model, run.draft_length), PrefillProgress(len(prompt_ids))
     tokens = spec_decode(model, kv, prompt_ids, sampler, max_tokens, stop_ids, drafter, progress, run.counters)
     interrupt = None
@@ -58,12 +60,15 @@ def run_text(settings: Settings, opened: OpenedSnapshot) -> int:
 def encode_prompt(settings: Settings, config: ModelConfig, tokenizer: TextTokenizer) -> list[int]:
     """PROMPT, in the chat template with CHAT=1, after the family's prefix -> token ids."""
     text = settings.prompt or ""
-    if settings.chat:
-        text = tokenizer.render_chat([{"role": "user", "content": text}], settings.think)
     prefix = PromptPrefix(config, tokenizer, settings.prefix)
     if prefix.notice:
         say(prefix.notice)
-    ids = prefix.prepend(tokenizer.encode(text))
+    if settings.chat:
+        question = {"role": "user", "content": text}
+        _, ids = tokenizer.encode_chat([question], enable_thinking=settings.think)
+    else:
+        ids = tokenizer.encode(text)
+    ids = prefix.prepend(ids)
     if not ids:
         raise Refused(f"{tokenizer.path}: PROMPT becomes no token; give it other text")
     return ids

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp
 from server.generation import Generation
 from server.http_service import HttpService
 from server.metrics import CONTENT_TYPE
-from server.openai.api_error import ApiError
+from server.openai.api_error import ApiError, internal_error
 from server.openai.chat_request import read_chat_prompt, read_chat_request
 from server.openai.completion_request import read_completion_request
 from server.openai.request_fields import RequestFields, parse_object
@@ -69,7 +69,7 @@ async def on_disconnect(request: Request, error: Exception) -> Response:
 
 async def on_fault(request: Request, error: Exception) -> Response:
     """Answer after a fault of the server, which goes on. AccessMiddleware logs the fault."""
-    return await on_api_error(request, ApiError(500, "internal error", code="internal_error"))
+    return await on_api_error(request, internal_error())
 
 
 async def respond(request: Request, builder: ResponseBuilder) -> ASGIApp:
@@ -125,7 +125,7 @@ class Routes:
         ids, with_texts = await self.read_request(request, read_tokenize_request)
         body = {"count": len(ids), "max_model_len": self.service.context, "tokens": ids}
         if with_texts:
-            body["token_strs"] = [self.service.tokenizer.decode([i]) for i in ids]
+            body["token_strs"] = [self.service.tokenizer.token_bytes(i, i).decode("utf-8", "replace") for i in ids]
         return JSONResponse(body)
 
     async def detokenize(self, request: Request) -> Response:

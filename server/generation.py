@@ -9,7 +9,7 @@ from functools import partial
 
 from generate.request import ActiveRequest, Event, Finished, NewToken, Prefilled, QueueFull, Started
 from server.http_service import HttpService
-from server.openai.api_error import ApiError, JsonObject
+from server.openai.api_error import ApiError, JsonObject, internal_error
 from server.openai.choice_stream import ChoiceDelta, ChoiceStream, MakeParser
 from server.openai.sampling_params import SamplingParams
 
@@ -29,7 +29,9 @@ class Generation:
         self.prompts = prompts
         self.n = params.request.num_samples
         self.choices = [
-            ChoiceStream(service.tokenizer, params.stop_strings, make_parser()) for _ in range(len(prompts) * self.n)
+            ChoiceStream(service.tokenizer, make_parser(), ids, params.stop_strings, params.hides_special)
+            for ids in prompts
+            for _ in range(self.n)
         ]
         self.loop = asyncio.get_running_loop()
         self.has_event = asyncio.Event()
@@ -40,7 +42,7 @@ class Generation:
         self.num_cached = 0  # prompt tokens found in the prefix cache
         self.is_started = False
         self.is_aborted = False
-        self.failure: ApiError | None = None
+        self.failure: Exception | None = None
         self.submit_waiting()
 
     # --- requests ---
@@ -86,6 +88,15 @@ class Generation:
                 self.service.metrics.choice_ended(choice, "error" if self.failure else "cancelled")
         self.has_event.set()
 
+    def fail(self, error: Exception) -> ApiError:
+        """End the choices with an error -> what the client sees of it. An unexpected one is logged."""
+        if not isinstance(error, ApiError):
+            self.service.say(f"[http] generation failed: {type(error).__name__}: {error}")
+            error = internal_error()
+        self.failure = error
+        self.abort()
+        return error
+
     # --- events ---
 
     @property
@@ -93,7 +104,7 @@ class Generation:
         return self.is_aborted or all(choice.is_finished for choice in self.choices)
 
     async def next_updates(self, timeout: float) -> list[Update] | None:
-        """Wait for updates; None if none came within `timeout` seconds. ApiError when the engine failed."""
+        """Wait for updates; None if none came within `timeout` seconds. Raises what failed."""
         end = self.loop.time() + timeout
         while not self.events and not self.is_finished and not self.failure:
             left = end - self.loop.time()
@@ -110,7 +121,7 @@ class Generation:
         while self.events and not self.is_finished:
             try:
                 updates += self.handle_event(*self.events.popleft())
-            except ApiError as failure:
+            except Exception as failure:
                 self.failure = failure
                 if not updates:
                     raise

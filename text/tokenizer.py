@@ -9,7 +9,7 @@ import os
 import re
 import secrets
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +20,9 @@ from tokenizers import Tokenizer
 from errors import Refused, reason, shorten, show
 from snapshot.config import ModelConfig
 from snapshot.reader import parse_json_object, read_file, read_json_object
+from text.answer_tags import hidden_tokens
 from text.chat_template import ChatTemplate, Message
+from text.detokenizer import Detokenizer
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -49,11 +51,13 @@ class TextTokenizer:
         # A source text; anything else in tokenizer_config.json counts as no template.
         self.chat_template: Any = default_template(source) if isinstance(source, list) else source
         self.lock = threading.Lock()  # encode_as_text changes the tokenizer for a moment
-        self.is_byte_level = "ByteLevel" in json.dumps(declared.get("decoder"))
+        decoder = json.dumps(declared.get("decoder"))
+        self.is_byte_level, self.has_byte_fallback = "ByteLevel" in decoder, "ByteFallback" in decoder
         special = [token for token in declared.get("added_tokens", []) if token.get("special")]
-        self.special_ids: set[int] = {token["id"] for token in special}
+        self.special: dict[str, int] = {token["content"]: token["id"] for token in special}
+        self.special_ids = set(self.special.values())
         # The longest first. A token of one character cannot be broken in two; there is none.
-        texts = sorted((token["content"] for token in special if len(token["content"]) > 1), key=len, reverse=True)
+        texts = sorted((text for text in self.special if len(text) > 1), key=len, reverse=True)
         self.special_pattern = re.compile("|".join(map(re.escape, texts))) if texts else None
 
     def check_ids(self, declared: dict[str, Any], vocab_size: int) -> None:
@@ -119,21 +123,36 @@ class TextTokenizer:
         finally:
             self.tokenizer.encode_special_tokens = False
 
-    def decode(self, ids: list[int]) -> str:
-        """ids -> text with special tokens; incomplete UTF-8 becomes U+FFFD."""
-        with refusing(self.path, "cannot decode these ids"):
-            return self.tokenizer.decode(ids, skip_special_tokens=False)
+    def hidden_ids(self, stop_strings: tuple[str, ...] = ()) -> frozenset[int]:
+        """The special tokens that an answer with these stop strings is shown without."""
+        return frozenset(self.special[token] for token in hidden_tokens(set(self.special), stop_strings))
 
-    def token_bytes(self, token: int) -> bytes:
-        """The bytes of a token: UTF-8, perhaps a part of a character."""
-        piece = self.tokenizer.id_to_token(token) or ""
-        if token in self.added_ids:
-            return piece.encode()
+    def decode(self, ids: Sequence[int]) -> str:
+        """ids -> text with special tokens; incomplete UTF-8 becomes U+FFFD."""
+        detokenizer = Detokenizer(self)
+        return "".join(map(detokenizer.add_token, ids)) + detokenizer.flush()
+
+    def token_bytes(self, token: int, before: int | None) -> bytes:
+        """The bytes that a token adds to a text, UTF-8 or a part of a character. before: the token in front of it, None
+        at the start of a text, where many tokenizers drop a space; behind itself a token has its usual text."""
+        piece = self.tokenizer.id_to_token(token)
+        if piece is None:  # a row of the model without a token
+            return b""
         if self.is_byte_level:
-            return b"".join(BYTES.get(c) or c.encode() for c in piece)
-        if re.fullmatch("<0x[0-9A-F]{2}>", piece):
+            # An added token stands in its own letters, as does a token with a letter that is no byte.
+            if token in self.added_ids or not BYTES.keys() >= set(piece):
+                return piece.encode()
+            return b"".join(BYTES[letter] for letter in piece)
+        if self.has_byte_fallback and re.fullmatch("<0x[0-9A-Fa-f]{2}>", piece):
             return bytes([int(piece[3:5], 16)])
-        return piece.replace("\u2581", " ").encode()  # SentencePiece's sign for a space
+        with refusing(self.path, "cannot decode these ids"):
+            if before is not None:
+                text, head = (
+                    self.tokenizer.decode(ids, skip_special_tokens=False) for ids in ([before, token], [before])
+                )
+                if text.startswith(head):
+                    return text[len(head) :].encode()
+            return self.tokenizer.decode([token], skip_special_tokens=False).encode()
 
     @cached_property
     def added_ids(self) -> frozenset[int]:

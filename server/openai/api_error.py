@@ -24,3 +24,8 @@ class ApiError(Exception):
     def body(self) -> JsonObject:
         error_type = TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": str(self), "type": error_type, "param": self.param, "code": self.code}}
+
+
+def internal_error() -> ApiError:
+    """A fault of the server; the log has its description."""
+    return ApiError(500, "internal error", code="internal_error")

@@ -1,6 +1,6 @@
 """One choice (answer) while it is generated: token ids -> segments of text, with log-probabilities."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from generate.request import NewToken
@@ -32,8 +32,17 @@ class ChoiceStream:
     """Text is held back while it may be the start of a stop string or half a character; the log-probabilities of its
     tokens are held back with it."""
 
-    def __init__(self, tokenizer: TextTokenizer, stop_strings: Iterable[str], parser: Parser):
-        self.detokenizer = Detokenizer(tokenizer)
+    def __init__(
+        self,
+        tokenizer: TextTokenizer,
+        parser: Parser,
+        prompt_ids: Sequence[int] = (),
+        stop_strings: tuple[str, ...] = (),
+        hides_special: bool = True,
+    ):
+        """hides_special: special tokens have no text, except those that the parser or a stop string needs."""
+        hidden_ids = tokenizer.hidden_ids(stop_strings) if hides_special else frozenset()
+        self.detokenizer = Detokenizer(tokenizer, prompt_ids, hidden_ids)
         self.stop_strings = StopStrings(stop_strings)
         self.parser = parser
         self.num_chars = 0  # of the text that was parsed

@@ -6,6 +6,8 @@ from typing import Any
 from server.http_service import HttpService
 from server.openai.request_fields import RequestFields, check_texts
 from server.openai.sampling_params import MAX_TOP_LOGPROBS, WITHOUT_EFFECT, SamplingParams, read_sampling_params
+from text.detokenizer import Detokenizer
+from text.tokenizer import TextTokenizer
 
 DEFAULT_MAX_TOKENS = 16  # of the OpenAI API
 MAX_PROMPTS = 1024
@@ -56,13 +58,19 @@ def read_prompt(value: Any, label: str, fields: RequestFields, service: HttpServ
     elif is_ids(value):
         if not all(0 <= i < service.vocab_size for i in value):
             fields.refuse("prompt", f"{label}: expected token ids from 0 to {service.vocab_size - 1}")
-        prompt = CompletionPrompt(value, service.tokenizer.decode(value), 0)
+        prompt = CompletionPrompt(value, complete_text(service.tokenizer, value), 0)
     else:
         fields.refuse("prompt", f"{label}: expected a text or a list of token ids")
     if not prompt.ids:
         fields.refuse("prompt", f"{label}: the prompt is empty, it needs at least one token")
     service.check_length(prompt.ids)
     return prompt
+
+
+def complete_text(tokenizer: TextTokenizer, ids: list[int]) -> str:
+    """The text of ids without the incomplete character at its end, which the answer completes."""
+    detokenizer = Detokenizer(tokenizer)
+    return "".join(map(detokenizer.add_token, ids))
 
 
 def is_ids(value: Any) -> bool:

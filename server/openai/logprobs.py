@@ -28,12 +28,12 @@ class LogprobFormatter:
         return [self.token_entry(e.token, e.logprob) | {"top_logprobs": t} for e, t in zip(entries, tops, strict=True)]
 
     def token_entry(self, token: int, logprob: float | None) -> JsonObject:
-        data = self.tokenizer.token_bytes(token)
+        data = self.tokenizer.token_bytes(token, token)
         return {"token": data.decode("utf-8", "replace"), "logprob": finite(logprob), "bytes": list(data)}
 
     def token_name(self, token: int) -> str:
         """Return the text of a token, or the bytes of one that is a part of a character."""
-        data = self.tokenizer.token_bytes(token)
+        data = self.tokenizer.token_bytes(token, token)
         try:
             return data.decode("utf-8")
         except UnicodeDecodeError:

@@ -11,8 +11,9 @@ MAX_STOP_LENGTH = 1000
 MAX_TOP_LOGPROBS = 20
 MAX_CACHE_KEY_LENGTH = 512
 SMALLEST_TOP_P = 1e-9
-# Fields that change no answer: they name the user, or say how long something is kept elsewhere.
-WITHOUT_EFFECT = ("user", "metadata", "safety_identifier", "prompt_cache_retention")
+# Fields that change no answer: they name the user, say how long something is kept elsewhere, or are about tokenizers
+# that this library does not have: those of tokenizer.json put no spaces between special tokens.
+WITHOUT_EFFECT = ("user", "metadata", "safety_identifier", "prompt_cache_retention", "spaces_between_special_tokens")
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,7 @@ class SamplingParams:
     request: Request  # a template: its prompt is empty
     seed: int | None  # None: each prompt gets a seed of its own
     stop_strings: tuple[str, ...]
+    hides_special: bool  # special tokens in the text of an answer
     is_stream: bool
     includes_usage: bool  # at the end of a stream
 
@@ -44,9 +46,10 @@ def read_sampling_params(
     )
     seed = fields.whole("seed", None, -(2**63), 2**64 - 1)
     stop_strings = read_stop_strings(fields)
+    hides_special = fields.flag("skip_special_tokens", True)
     includes_usage = read_stream_options(fields, is_stream)
     fields.require_neutral(frequency_penalty=0, presence_penalty=0, logit_bias={})
-    return SamplingParams(request, seed, stop_strings, is_stream, includes_usage)
+    return SamplingParams(request, seed, stop_strings, hides_special, is_stream, includes_usage)
 
 
 def read_top_p(fields: RequestFields, service: HttpService) -> float:

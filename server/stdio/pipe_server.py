@@ -93,13 +93,17 @@ class PipeServer(Service):
                     self.write_end(StatLine())
         except (Refused, QueueFull, ValueError) as error:
             self.write_end(StatLine(answer=(0, 0)), error=error)
+        except OSError:  # of stdout
+            raise
+        except Exception as error:  # a fault of ours ends one answer, not the process
+            self.write_end(StatLine(answer=(0, 0)), error=f"{type(error).__name__}: {error}")
 
     def answer_prompt(self, prompt: PromptFrame) -> None:
         """Special tokens that are written out in the text are tokens."""
         self.last_slot = prompt.slot
         ids = self.prefix.prepend(self.tokenizer.encode(prompt.text))
         request = self.new_request(ids, prompt.max_tokens, prompt.temperature, prompt.top_p)
-        self.write_answer(PipeSlot(Detokenizer(self.tokenizer)), request)
+        self.write_answer(PipeSlot(Detokenizer(self.tokenizer, ids)), request)
 
     def answer_message(self, text: str) -> None:
         """Answer a turn of the chat in slot 0. The oldest turns are dropped when the context is full."""

@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
 from server.generation import Generation
-from server.openai.api_error import ApiError, JsonObject
+from server.openai.api_error import JsonObject
 from server.openai.responses import ResponseBuilder
 from server.transport.access_control import USAGE_NOTE
 
@@ -34,6 +34,10 @@ async def abort_on_disconnect(receive: Receive, generation: Generation) -> Async
     task = asyncio.create_task(wait_for_disconnect())
     try:
         yield
+    except ClientDisconnect:
+        raise
+    except Exception as error:
+        raise generation.fail(error) from None
     finally:
         task.cancel()
         generation.abort()
@@ -83,8 +87,8 @@ class EventStream:
                         await send_bytes(send, f": {comment}\n\n".encode())
                 if generation.params.includes_usage and not generation.is_aborted:
                     await send_bytes(send, to_event(self.builder.chunk(usage=generation.usage())))
-            except ApiError as error:
-                await send_bytes(send, to_event(error.body))
+            except Exception as error:  # whatever it is: a stream that just stopped would read as a whole answer
+                await send_bytes(send, to_event(generation.fail(error).body))
             log_usage(scope, generation)
             await send_bytes(send, b"data: [DONE]\n\n", more_body=False)
 

@@ -18,16 +18,20 @@ from experts.cache import CacheCounters
 from generate.request import ActiveRequest, NewToken, Prefilled, QueueFull, Started
 from server.app import make_app
 from server.http_service import HttpService
+from server.openai.choice_stream import ChoiceStream
+from server.openai.responses import ResponseBuilder
 from server.transport.access_control import AccessControl
 from server.transport.http_server import HttpServer, open_socket
 from settings import EMBEDDED_SNAPSHOT, Settings
 from snapshot.config_file import read_config
 from tests.support.server_process import CHAT, COMPLETIONS, HttpClient, wait_for
+from tests.support.small_tokenizers import write_tokenizer
 from text.tokenizer import TextTokenizer
 
 CONFIG = read_config(EMBEDDED_SNAPSHOT)[0]
 TOKENIZER = TextTokenizer(EMBEDDED_SNAPSHOT, CONFIG)
 CONTEXT = 1000
+INTERNAL_ERROR = {"message": "internal error", "type": "server_error", "param": None, "code": "internal_error"}
 CHAT_BODY = {"messages": [{"role": "user", "content": "x"}]}
 TOOLS = [
     {
@@ -268,6 +272,66 @@ def test_a_slash_too_many_in_a_path(scripted):
     assert 'colibri_requests_total{path="/v1/models",status="200"}' in scripted.get("/metrics")[1]
 
 
+def test_special_tokens_are_hidden_unless_a_request_wants_them(scripted):
+    """The token <|assistant|> stood in the content of chats; other servers hide special tokens by default."""
+    for path in (CHAT, COMPLETIONS):
+        choice = scripted.play_script("Four.<|assistant|> More", "<|bos|>", "stop", path=path)
+        assert summarize(choice)["content"] == "Four. More"
+        shown = {"skip_special_tokens": False, "spaces_between_special_tokens": True}
+        choice = scripted.play_script("Four.<|assistant|> More", "stop", path=path, **shown)
+        assert summarize(choice)["content"] == "Four.<|assistant|> More"
+        # A stop string is found, whatever is hidden, and so are the tags of an answer.
+        choice = scripted.play_script("Four.<|user|> More", "length", path=path, stop="<|user|>")
+        assert summarize(choice)["content"] == "Four." and choice["finish_reason"] == "stop"
+        choice = scripted.play_script("<|python_start|>1<|python_end|>", "stop", path=path)
+        assert summarize(choice)["content"] == "<|python_start|>1<|python_end|>"
+    status, body, _ = scripted.post(CHAT, CHAT_BODY | {"skip_special_tokens": "no"})
+    assert status == 400 and body["error"]["param"] == "skip_special_tokens"
+
+
+@pytest.fixture
+def llama2(scripted, tmp_path, monkeypatch):
+    """The scripted server with a SentencePiece tokenizer -> the tokenizer."""
+    tokenizer = write_tokenizer(tmp_path, "llama2")
+    monkeypatch.setattr(scripted.service, "tokenizer", tokenizer)
+    monkeypatch.setattr(scripted.service.prefix, "ids", [])
+    return tokenizer
+
+
+def test_the_space_between_prompt_and_answer_stays(scripted, llama2):
+    """A prompt "Once upon a" continued by "▁time" read "Once upon atime", and text_offset did not fit."""
+
+    def emit(active):
+        for token in llama2.find_ids(["▁time", "."]):
+            active.emit(NewToken(active, 0, token, -1.0, []))
+
+    for prompt in ("the", llama2.encode("the")):
+        scripted.scheduler.script = [emit, "stop"]
+        body = {"prompt": prompt, "max_tokens": 9, "logprobs": 0}
+        [choice] = scripted.post(COMPLETIONS, body)[1]["choices"]
+        assert choice["text"] == " time." and choice["logprobs"]["text_offset"] == [0, 5]
+        assert choice["logprobs"]["tokens"] == [" time", "."]
+    scripted.scheduler.script = [llama2.find_ids(["▁time"]), "stop"]
+    assert scripted.post(COMPLETIONS, {"prompt": "the", "echo": True})[1]["choices"][0]["text"] == "the time"
+    _, body, _ = scripted.post("/tokenize", {"prompt": "the time", "return_token_strs": True})
+    assert body["token_strs"] == [" the", " time"]
+
+
+def test_a_character_that_the_prompt_began(scripted, llama2):
+    smile = llama2.find_ids([f"<0x{byte:02X}>" for byte in "😀".encode()])
+    for echo, text in ((False, "😀"), (True, "the😀")):
+        scripted.scheduler.script = [smile[2:], "stop"]
+        body = {"prompt": llama2.encode("the") + smile[:2], "echo": echo}
+        assert scripted.post(COMPLETIONS, body)[1]["choices"][0]["text"] == text
+
+
+def test_bytes_that_are_no_character(scripted, llama2):
+    """A model with byte fallback wrote a line end, half a character and a word: status 500, a cut stream."""
+    ids = llama2.find_ids(["<0x0A>", "<0xF0>", "▁the"])
+    choice = scripted.play_script(ids, "stop", path=COMPLETIONS)
+    assert choice["text"] == "\n\ufffd the"
+
+
 # --- failures ---------------------------------------------------------------------------------------------------------
 
 
@@ -278,6 +342,31 @@ def test_an_engine_failure_is_status_500_and_the_server_continues(scripted):
     *chunks, last = scripted.stream(CHAT, CHAT_BODY)
     assert last["error"]["type"] == "server_error" and sum_chunks(chunks)["content"] == "some"
     assert any("disk on fire" in line for line in scripted.lines)
+    assert summarize(scripted.play_script("fine", "stop"))["content"] == "fine"
+
+
+def test_an_unexpected_fault_ends_a_stream_with_the_error_event(scripted, monkeypatch):
+    """A stream that just stops reads as a whole answer. What came before goes out first, and the server goes on."""
+    add_token = ChoiceStream.add_token
+
+    def failing(self, token, now):
+        if token.id == TOKENIZER.encode("!")[0]:
+            raise Exception("Invalid prefix encountered")
+        return add_token(self, token, now)
+
+    monkeypatch.setattr(ChoiceStream, "add_token", failing)
+    for path, body in ((CHAT, CHAT_BODY), (COMPLETIONS, {"prompt": "x"})):
+        scripted.scheduler.script = ["some", "!", "stop"]
+        assert scripted.post(path, body)[:2] == (500, {"error": INTERNAL_ERROR})
+        *chunks, last = scripted.stream(path, body)
+        assert last == {"error": INTERNAL_ERROR} and sum_chunks(chunks)["content"] == "some"
+        assert any("generation failed: Exception: Invalid prefix" in line for line in scripted.lines)
+        assert scripted.scheduler.submitted[-1].is_cancelled
+    monkeypatch.setattr(ResponseBuilder, "chunk", None)  # a fault in what is sent
+    monkeypatch.setattr(ChoiceStream, "add_token", add_token)
+    scripted.scheduler.script = ["fine", "stop"]
+    assert scripted.stream(COMPLETIONS, {"prompt": "x"}) == [{"error": INTERNAL_ERROR}]
+    monkeypatch.undo()
     assert summarize(scripted.play_script("fine", "stop"))["content"] == "fine"
 
 

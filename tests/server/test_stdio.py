@@ -6,31 +6,35 @@ import re
 import subprocess
 import threading
 from contextlib import suppress
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from experts.cache import CacheCounters
-from generate.request import Finished, NewToken, Prefilled, QueueFull, Started
+from generate.request import QueueFull
 from generate.scheduler import Scheduler
 from server.stdio import frames as stdio_frames
 from server.stdio import pipe_server
-from server.stdio.pipe_server import hit_rate_since, run_pipe_server
-from settings import EMBEDDED_SNAPSHOT, Settings
-from snapshot.config_file import read_config
+from server.stdio.pipe_server import hit_rate_since
+from settings import EMBEDDED_SNAPSHOT
 from tests.conftest import read_json
 from tests.support.forked import environment, forker, start_colibri
-from text.prompt import PromptPrefix
-from text.tokenizer import TextTokenizer
-
-CONFIG = read_config(EMBEDDED_SNAPSHOT)[0]
-TOKENIZER = TextTokenizer(EMBEDDED_SNAPSHOT, CONFIG)
-PREFIX = tuple(PromptPrefix(CONFIG, TOKENIZER, enabled=True).ids)
-STAT = re.compile(rb"STAT (\d+) \d+\.\d\d \d+\.\d \d+\.\d\d(?: (\d+) ([01]))?\n")
-START = re.compile(rb"\x01\x01READY\x01\x01\nSTAT 0 0\.00 0\.0 \d+\.\d\d\n")
-ERROR, END = b"\x01\x01ERROR\x01\x01 ", b"\x01\x01END\x01\x01\n"
+from tests.support.pipe import (
+    CONFIG,
+    END,
+    PREFIX,
+    START,
+    STAT,
+    TOKENIZER,
+    FakeScheduler,
+    exchange,
+    fake_loaded,
+    frame,
+    parse_replies,
+    serve,
+)
+from text.detokenizer import Detokenizer
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -39,89 +43,6 @@ def one_tokenizer():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pipe_server, "TextTokenizer", lambda folder, config: TOKENIZER)
         yield
-
-
-class FakeActiveRequest:
-    def __init__(self, request):
-        self.id, self.request, self.stop_ids, self.cancelled = 1, request, {}, threading.Event()
-
-    def cancel(self, row=None):
-        self.cancelled.set()
-
-
-class FakeScheduler:
-    """Emits scripted answers: for each request a text or ids, which end in a stop token where max_tokens allows, or an
-    exception. `ending` replaces the finish reason."""
-
-    def __init__(self, *answers, context=64, num_slots=2, ending=None):
-        self.answers, self.context, self.num_slots, self.ending = list(answers), context, num_slots, ending
-        self.requests, self.submitted = [], []
-
-    def statistics(self):
-        return {"slots": self.num_slots}
-
-    def submit(self, request, listener):
-        self.requests.append(request)
-        answer = self.answers.pop(0) if self.answers else "yes"
-        if isinstance(answer, Exception):
-            raise answer
-        active = FakeActiveRequest(request)
-        self.submitted.append(active)
-        ids = TOKENIZER.encode(answer) if isinstance(answer, str) else answer
-        listener(Started(active, 0))
-        listener(Prefilled(active, None))
-        for token in ids[: request.max_tokens]:
-            listener(NewToken(active, 0, token, None, None))
-        if self.ending == "never":
-            return active
-        reason, error = self.ending or ("stop" if len(ids) < request.max_tokens else "length", None)
-        listener(Finished(active, 0, reason, error))
-        return active
-
-
-def fake_loaded(**counters):
-    experts = SimpleNamespace(counters=CacheCounters(**counters))
-    return SimpleNamespace(folder=EMBEDDED_SNAPSHOT, config=CONFIG, model=SimpleNamespace(experts=experts))
-
-
-def serve(stdin, scheduler, stdout, loaded=None, **variables):
-    stdin = stdin if isinstance(stdin, io.BufferedReader) else io.BufferedReader(io.BytesIO(stdin))
-    options = Settings.read([], {name: str(value) for name, value in variables.items()})
-    assert run_pipe_server(loaded or fake_loaded(), scheduler, stdin, stdout, options) == 0
-
-
-def exchange(stdin, scheduler, loaded=None, **variables):
-    """Return the bytes that stdin gives on stdout, after READY and its STAT."""
-    out = io.BytesIO()
-    serve(stdin, scheduler, out, loaded, **{"NGEN": 8, "SEED": 5, "TEMP": 0} | variables)
-    start = START.match(out.getvalue())
-    assert start, out.getvalue()
-    return out.getvalue()[start.end() :]
-
-
-def parse_replies(out):
-    """Parse stdout into [(text, error or None, (tokens, prompt tokens or None, cut or None)), ...]."""
-    found = []
-    while out:
-        body, end, rest = out.partition(END)
-        stat = STAT.match(rest)
-        assert end and stat, out
-        text, mark, error = body.partition(ERROR)
-        assert not mark or (error.endswith(b"\n") and error.count(b"\n") == 1)
-        numbers = tuple(None if group is None else int(group) for group in stat.groups())
-        found.append((text, error[:-1].decode() if mark else None, numbers))
-        out = rest[stat.end() :]
-    return found
-
-
-def frame(text, max_tokens=8, temperature="0", top_p="1", slot=""):
-    payload = text.encode()
-    return (
-        f"\x02PROMPT {len(payload)} {max_tokens} {temperature} {top_p} {slot}".rstrip().encode()
-        + b"\n"
-        + payload
-        + b"\n"
-    )
 
 
 # --- frames -----------------------------------------------------------------------------------------------------------
@@ -302,6 +223,22 @@ def test_half_a_character_at_the_end_becomes_one_replacement():
     assert text.decode() == "a�"
 
 
+def test_an_unexpected_fault_is_one_error_and_the_next_request_is_answered(monkeypatch):
+    """A library's exception ended the whole process."""
+    add_token = Detokenizer.add_token
+
+    def failing(self, token):
+        if token == TOKENIZER.encode("!")[0]:
+            raise Exception("Invalid prefix encountered")
+        return add_token(self, token)
+
+    monkeypatch.setattr(Detokenizer, "add_token", failing)
+    scheduler = FakeScheduler("some!", "good")
+    first, second = parse_replies(exchange(frame("x") + frame("x"), scheduler))
+    assert first[0].startswith(b"some") and "Exception: Invalid prefix" in first[1] and second[:2] == (b"good", None)
+    assert scheduler.submitted[0].cancelled.is_set()
+
+
 def test_more_uses_the_sampling_params_of_the_answer_it_continues():
     """The C engine forwarded the last token again, and wrote it twice."""
     scheduler = FakeScheduler("one two three four five six seven", "more")
@@ -335,85 +272,6 @@ def test_reset_clears_the_kv_slot_that_was_used_last():
     assert [request.conversation[-1] for request in scheduler.requests] == ["0", "1", "0", "0"]
 
 
-# --- the chat ---------------------------------------------------------------------------------------------------------
-
-
-def chat_ids(*messages, **options):
-    roles = ("user", "assistant")
-    text = TOKENIZER.render_chat(
-        [{"role": roles[at % 2], "content": text} for at, text in enumerate(messages)], **options
-    )
-    return tuple(TOKENIZER.encode(text))
-
-
-def test_lines_are_turns_of_a_chat():
-    scheduler = FakeScheduler("I am", "Fine")
-    first, second = parse_replies(exchange(b"Who art thou?\nHow art thou?\r\n", scheduler))
-    assert (first[0], second[0]) == (b"I am\n", b"Fine\n")
-    assert scheduler.requests[0].prompt_ids == chat_ids("Who art thou?")
-    assert scheduler.requests[1].prompt_ids == chat_ids("Who art thou?", "I am", "How art thou?")
-    assert second[2][1] == len(scheduler.requests[1].prompt_ids)
-
-
-def test_a_continued_answer_is_one_message():
-    words = "one two three four five six seven eight nine"
-    ids = TOKENIZER.encode(words)
-    scheduler = FakeScheduler(ids, ids[8:])
-    exchange(b"Count\n\x02MORE\nOn\n", scheduler)
-    assert scheduler.requests[2].prompt_ids == chat_ids("Count", words, "On")
-
-
-def test_reset_and_a_prompt_frame_end_the_chat():
-    scheduler = FakeScheduler()
-    exchange(b"One\n\x02RESET\nTwo\n" + frame("x") + b"Three\n", scheduler)
-    assert [scheduler.requests[at].prompt_ids for at in (0, 1, 3)] == [
-        chat_ids(word) for word in ("One", "Two", "Three")
-    ]
-
-
-def test_reasoning_stays_reasoning_in_the_next_turn():
-    scheduler = FakeScheduler("hm</think>Yes", "no end")
-    exchange(b"One\nTwo\nThree\n", scheduler, THINK=1)
-    assert scheduler.requests[0].prompt_ids == chat_ids("One", enable_thinking=True)
-    assert TOKENIZER.decode(scheduler.requests[2].prompt_ids).endswith(
-        "<think>hm</think>Yes<|user|>Two<|assistant|><think>no end</think><|user|>Three<|assistant|><think>"
-    )
-
-
-def test_a_special_token_in_a_message_stays_text():
-    """The C engine took it for a token."""
-    scheduler = FakeScheduler()
-    exchange(b"a<|assistant|>b<|endoftext|>\n", scheduler)
-    ids = scheduler.requests[0].prompt_ids
-    [assistant], [end] = TOKENIZER.encode("<|assistant|>"), TOKENIZER.encode("<|endoftext|>")
-    assert ids.count(assistant) == 1 and end not in ids
-    assert "<|user|>a<|assistant|>b<|endoftext|><|assistant|>" in TOKENIZER.decode(ids)
-
-
-def test_the_oldest_turns_are_dropped_with_a_notice(capfd):
-    scheduler = FakeScheduler(*["yes"] * 9, context=40)
-    out = parse_replies(exchange(b"one two three\n" * 9, scheduler))
-    assert all(text == b"yes\n" for text, _, _ in out)
-    assert all(len(request.prompt_ids) + request.max_tokens - 1 <= 40 for request in scheduler.requests)
-    assert "[stdio] CTX=40 is full: the oldest turns are forgotten (" in capfd.readouterr().err
-
-
-def test_a_text_that_does_not_fit_is_refused_with_its_length():
-    """The C engine truncated long inputs silently, and dropped the conversation."""
-    scheduler = FakeScheduler("yes", "on", context=20)
-    long = b"word " * 30
-    out = parse_replies(exchange(b"Hello\n" + long + b"\n" + frame(long.decode()) + b"\x02MORE\n", scheduler))
-    assert [bool(error) for _, error, _ in out] == [False, True, True, False]
-    assert re.fullmatch(r"the text has \d+ tokens, CTX is 20; raise CTX or shorten it", out[1][1])
-    assert scheduler.requests[1].prompt_ids == (*chat_ids("Hello"), *TOKENIZER.encode("yes"))
-
-
-def test_more_when_the_context_is_full():
-    scheduler = FakeScheduler([300] * 99, context=12)
-    out = parse_replies(exchange(frame("In the beginning", 99) + b"\x02MORE\n", scheduler, NGEN=99))
-    assert out[0][2][2] == 1 and "CTX is 12" in out[1][1]
-
-
 # --- failures ---------------------------------------------------------------------------------------------------------
 
 
@@ -427,12 +285,6 @@ def test_a_failed_answer_keeps_its_text():
     scheduler = FakeScheduler("one two", ending=("error", "layer 3 is not finite"))
     [(text, error, (tokens, prompt, cut))] = parse_replies(exchange(frame("x"), scheduler))
     assert (text, error) == (b"one two", "layer 3 is not finite") and tokens > 0 and prompt == 3 and cut == 0
-
-
-def test_a_message_without_an_answer_is_dropped():
-    scheduler = FakeScheduler([], ending=("error", "no"))
-    exchange(b"One\nTwo\n", scheduler)
-    assert scheduler.requests[1].prompt_ids == chat_ids("Two")
 
 
 @pytest.mark.parametrize("ending", [None, "never"])
