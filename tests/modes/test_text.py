@@ -50,7 +50,7 @@ def test_the_space_between_prompt_and_answer_stays(run_prompt):
 
 
 def test_special_tokens_of_an_answer_are_shown_in_raw_text_alone(run_prompt):
-    """The token <|assistant|> stood in answers of a chat; in raw text, where PROMPT may hold special tokens, they stay."""
+    """The token <|assistant|> stood in answers of a chat; in raw text, where PROMPT may hold some too, they stay."""
     pieces = ["a", "<|assistant|>", "<think>", "b"]
     assert run_prompt(None, pieces, PROMPT="x") == "a<|assistant|><think>b\n"
     assert run_prompt(None, pieces, PROMPT="x", CHAT=1) == "a<think>b\n"
