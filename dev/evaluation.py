@@ -73,6 +73,8 @@ class Evaluation:
         if self.reader.tokenizer is None:
             raise Refused(f"{opened.folder}: has no tokenizer.json; an evaluation is made of texts")
         self.tokenizer: TextTokenizer = self.reader.tokenizer
+        if notice := self.tokenizer.thinking_notice(settings.think):
+            say(notice)
         # Every text begins with the family's prefix, truncated or not.
         self.prefix = self.reader.prefix.ids
         self.start = self.prefix or first_token(self.tokenizer, opened)  # stands for an empty context

@@ -41,8 +41,9 @@ def run_chat(settings: Settings, opened: OpenedSnapshot, message: str | None = N
     # Before the weights are read: both may be refused.
     ids = None if message is None else history.add_question(message)
     tools = [make_tool(tokenizer)] if settings.tools else []
-    if history.prefix.notice:
-        say(history.prefix.notice)
+    for notice in (history.prefix.notice, tokenizer.thinking_notice(settings.think)):
+        if notice:
+            say(notice)
     if tools:
         say(NOTICE)
     loaded = load_model(settings, opened)

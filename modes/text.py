@@ -61,8 +61,9 @@ def encode_prompt(settings: Settings, config: ModelConfig, tokenizer: TextTokeni
     """PROMPT, in the chat template with CHAT=1, after the family's prefix -> token ids."""
     text = settings.prompt or ""
     prefix = PromptPrefix(config, tokenizer, settings.prefix)
-    if prefix.notice:
-        say(prefix.notice)
+    for notice in (prefix.notice, tokenizer.thinking_notice(settings.think and settings.chat)):
+        if notice:
+            say(notice)
     if settings.chat:
         question = {"role": "user", "content": text}
         _, ids = tokenizer.encode_chat([question], enable_thinking=settings.think)

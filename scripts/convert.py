@@ -50,6 +50,7 @@ from snapshot.folder import find_snapshot, own_files
 from snapshot.formats import find_stored_weight
 from snapshot.index import INDEX_FILE, TensorIndex, read_header, read_index
 from snapshot.reader import FileReader, open_file, read_file
+from text.chat_template import named_template_files
 
 COMPANIONS = (
     "config.json generation_config.json tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json "
@@ -109,10 +110,12 @@ def convert(conversion: Conversion, out: Path, num_threads: int) -> int:
     check_disk(out, total, conversion.shards)
     # A link to nothing is a broken download: read_file refuses it before anything is written.
     sources = [conversion.folder / name for name in COMPANIONS]
-    companions = {path.name: read_file(path) for path in sources if os.path.lexists(path)}
+    sources += named_template_files(conversion.folder)
+    companions = {path.relative_to(conversion.folder): read_file(path) for path in sources if os.path.lexists(path)}
     if num_present := len(conversion.shards) - len(missing):
         say(f"[convert] {num_present} of {len(conversion.shards)} files are there already")
     for name, data in companions.items():
+        (out / name).parent.mkdir(exist_ok=True)
         with atomic_write(out / name, keep_partial=True) as file:
             file.write(data)
     progress = ConversionProgress("convert", total)

@@ -57,7 +57,7 @@ def make_lm(evaluation: Evaluation, name: str) -> Any:
             return evaluation.render_chat(chat_history, add_generation_prompt)
 
         def chat_template(self, chat_template: Any = False) -> str:
-            return evaluation.tokenizer.chat_template if chat_template else ""
+            return (chat_template and evaluation.tokenizer.chat_template) or ""
 
     return SnapshotLM()
 

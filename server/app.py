@@ -21,7 +21,7 @@ from server.openai.chat_request import read_chat_prompt, read_chat_request
 from server.openai.completion_request import read_completion_request
 from server.openai.request_fields import RequestFields, parse_object
 from server.openai.responses import ChatResponseBuilder, CompletionResponseBuilder, ResponseBuilder
-from server.transport.access_control import CLIENT_CLOSED_REQUEST, AccessControl, AccessMiddleware
+from server.transport.access_control import CLIENT_CLOSED_REQUEST, NOTICES, AccessControl, AccessMiddleware
 from server.transport.event_stream import EventStream, json_response
 from server.transport.request_body import read_body
 from text.reply import ReplyParser
@@ -91,6 +91,8 @@ class Routes:
                 return read(fields, self.service)
             except RecursionError:
                 raise ApiError(400, "the body is nested too deeply") from None
+            finally:
+                request.scope[NOTICES] = fields.notices
 
         return await asyncio.get_running_loop().run_in_executor(self.service.worker, parse_and_read)
 

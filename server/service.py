@@ -27,8 +27,9 @@ class Service:
         self.num_slots: int = scheduler.statistics()["slots"]
         self.stop_ids = all_stop_ids(loaded.config, tokenizer)
         self.prefix = PromptPrefix(loaded.config, tokenizer, settings.prefix)
-        if self.prefix.notice:
-            say(self.prefix.notice)
+        for notice in (self.prefix.notice, tokenizer.thinking_notice(settings.think)):
+            if notice:
+                say(notice)
 
     def make_request(self, template: Request, ids: list[int], seed: int) -> Request:
         """Return the template with a prompt, and at most as many tokens as have room behind it."""

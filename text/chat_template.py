@@ -5,37 +5,132 @@ expect. Messages and tools are plain JSON values; nothing else reaches a templat
 """
 
 import json
+import os
 from collections.abc import Mapping
 from datetime import datetime
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
-Message = dict[str, Any]  # of the OpenAI API: role, content, tool_calls, ...
-REASONING = ("reasoning_content", "thinking", "reasoning")  # keys of a message's reasoning, the usual one first
+from errors import Refused
+from snapshot.reader import read_file
+from text.call_form import (
+    PROBE_TOOL,
+    REASONING,
+    CallForm,
+    Message,
+    Tools,
+    find_call_form,
+    probe_conversation,
+    variants,
+)
+from text.reasoning_control import ReasoningControl, Variables, find_reasoning_control
+
+TEMPLATE_FILE, MORE_TEMPLATES = "chat_template.jinja", "additional_chat_templates"
+
+
+def read_templates(folder: Path, declared: Any) -> dict[str, str]:
+    """The sources of the chat templates of a snapshot by name: default, tool_use, ...
+
+    declared: chat_template of tokenizer_config.json, a source or a list of named ones; chat_template.jinja replaces it.
+    Anything else counts as no template.
+    """
+    entries = declared if isinstance(declared, list) else [{"name": "default", "template": declared}]
+    named = {entry.get("name"): entry.get("template") for entry in entries if isinstance(entry, dict)}
+    templates = {name: text for name, text in named.items() if isinstance(name, str) and isinstance(text, str)}
+    # lexists: a dangling link is a broken download, not an absent file.
+    if os.path.lexists(folder / TEMPLATE_FILE):
+        templates = {"default": read_source(folder / TEMPLATE_FILE)}
+    return templates | {path.stem: read_source(path) for path in named_template_files(folder)}
+
+
+def named_template_files(folder: Path) -> list[Path]:
+    """The files of further templates, each named after its template, as transformers writes them."""
+    return sorted(path for path in (folder / MORE_TEMPLATES).glob("*.jinja") if not path.name.startswith("."))
+
+
+def read_source(path: Path) -> str:
+    try:
+        return read_file(path).decode()
+    except UnicodeDecodeError as error:
+        raise Refused(f"{path}: is not valid UTF-8; download it again ({error})") from None
 
 
 class ChatTemplate:
     """A compiled template."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]):
-        from jinja2 import meta
+        from jinja2 import meta, nodes
 
         environment = make_environment()
+        tree = environment.parse(source)
         self.source, self.special_tokens = source, special_tokens
         # Names that the template reads: messages, tools, enable_thinking, ...
-        self.variables: set[str] = meta.find_undeclared_variables(environment.parse(source))
+        self.variables: set[str] = meta.find_undeclared_variables(tree)
+        self.literals = {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
         self.template = environment.from_string(source)
+        self.lost_calls: dict[tuple[bool, bool], bool] = {}  # see loses_calls
 
     def render(
-        self, messages: list[Message], tools: Any = None, add_generation_prompt: bool = True, **variables: Any
+        self, messages: list[Message], tools: Tools = None, add_generation_prompt: bool = True, **variables: Any
     ) -> str:
-        """Messages and tools -> text; arguments of tool calls are objects, not JSON texts."""
+        """Messages and tools -> text; arguments of tool calls are objects, not JSON texts.
+
+        What the template fails for is tried in other forms of the same meaning (text/call_form.py).
+        """
+        form = self.call_form if any(message.get("tool_calls") for message in messages) else CallForm()
+        normal = [form.apply(normalize_message(message)) for message in messages]
+        failure = None
+        for conversation, tool_list in variants(normal, tools):
+            try:
+                return self.render_exactly(conversation, tool_list, add_generation_prompt, **variables)
+            except Exception as error:
+                failure = failure or error
+        assert failure
+        raise failure
+
+    def render_exactly(
+        self, messages: list[Message], tools: Tools, add_generation_prompt: bool = True, **variables: Any
+    ) -> str:
         return self.template.render(
             **{**self.special_tokens, **variables},
-            messages=[normalize_message(message) for message in messages],
+            messages=messages,
             tools=tools,
             documents=None,
             add_generation_prompt=add_generation_prompt,
         )
+
+    def probe(self, messages: list[Message], tools: Tools = None, **variables: Any) -> str | None:
+        """Return the text of a conversation that shows what the template reads; None where it fails. The clock stands
+        still, so that equal forms give equal texts."""
+        try:
+            return self.render_exactly(messages, tools, strftime_now=str, **variables)
+        except Exception:  # as any program can: see TextTokenizer.render_chat
+            return None
+
+    @cached_property
+    def reasoning(self) -> ReasoningControl:
+        def probe(variables: Variables) -> str | None:
+            return self.probe([{"role": "user", "content": "x"}], **variables)
+
+        return find_reasoning_control(probe, self.source, self.variables, self.literals)
+
+    @cached_property
+    def call_form(self) -> CallForm:
+        messages = probe_conversation("", 1)
+        return find_call_form(lambda form: self.probe([form.apply(message) for message in messages], [PROBE_TOOL]))
+
+    def loses_calls(self, message: Message) -> bool:
+        """Return whether the template leaves out tool calls of such a message: those beside a text, or behind the
+        first."""
+        calls = message.get("tool_calls") or ()
+        kind = (bool(message.get("content")), len(calls) > 1)
+        if calls and kind not in self.lost_calls:
+            has_content, has_more = kind
+            messages = probe_conversation("x" if has_content else "", 1 + has_more)
+            text = self.probe([self.call_form.apply(message) for message in messages], [PROBE_TOOL])
+            self.lost_calls[kind] = text is not None and text.count("probe_value") < 1 + has_more
+        return bool(calls) and self.lost_calls[kind]
 
 
 def normalize_message(message: Message) -> Message:

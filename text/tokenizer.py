@@ -10,7 +10,7 @@ import re
 import secrets
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from errors import Refused, reason, shorten, show
 from snapshot.config import ModelConfig
 from snapshot.reader import parse_json_object, read_file, read_json_object
 from text.answer_tags import hidden_tokens
-from text.chat_template import ChatTemplate, Message
+from text.chat_template import ChatTemplate, Message, read_templates
 from text.detokenizer import Detokenizer
 
 END_OF_TEXT = "<|endoftext|>"
@@ -40,16 +40,11 @@ class TextTokenizer:
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
         self.check_ids(declared, config.vocab_size)
-        extra, template = folder / "tokenizer_config.json", folder / "chat_template.jinja"
+        extra = folder / "tokenizer_config.json"
         # lexists: a dangling link is a broken download, not an absent file.
         self.tokenizer_config: dict[str, Any] = read_json_object(extra) if os.path.lexists(extra) else {}
-        source = self.tokenizer_config.get("chat_template")
-        if os.path.lexists(template):
-            data = read_file(template)
-            with refusing(template, "is not valid UTF-8; download it again"):
-                source = data.decode()
-        # A source text; anything else in tokenizer_config.json counts as no template.
-        self.chat_template: Any = default_template(source) if isinstance(source, list) else source
+        self.chat_templates = read_templates(folder, self.tokenizer_config.get("chat_template"))
+        self.compiled_templates: dict[str, ChatTemplate] = {}
         self.lock = threading.Lock()  # encode_as_text changes the tokenizer for a moment
         decoder = json.dumps(declared.get("decoder"))
         self.is_byte_level, self.has_byte_fallback = "ByteLevel" in decoder, "ByteFallback" in decoder
@@ -158,21 +153,41 @@ class TextTokenizer:
     def added_ids(self) -> frozenset[int]:
         return frozenset(self.tokenizer.get_added_tokens_decoder())
 
-    @cached_property
+    @property
+    def chat_template(self) -> str | None:
+        """The source of the chat template for a conversation without tools."""
+        return self.chat_templates.get("default")
+
+    @property
     def template(self) -> ChatTemplate:
-        """The compiled chat template; Refused if there is none or it is broken."""
-        if not isinstance(self.chat_template, str):
-            raise Refused(f"{self.path.parent}: has no chat template (chat_template.jinja); leave CHAT unset")
-        with refusing(self.path.parent, "the chat template failed"):
-            return ChatTemplate(self.chat_template, self.special_tokens)
+        return self.find_template()
+
+    def find_template(self, with_tools: bool = False) -> ChatTemplate:
+        """The compiled chat template: tool_use with tools where there is one. Refused if there is none or it is
+        broken."""
+        name = "tool_use" if with_tools and "tool_use" in self.chat_templates else "default"
+        if name not in self.chat_templates:
+            named = f", only {', '.join(sorted(self.chat_templates))}" if self.chat_templates else ""
+            raise Refused(f"{self.path.parent}: has no chat template (chat_template.jinja){named}; leave CHAT unset")
+        if name not in self.compiled_templates:
+            with refusing(self.path.parent, "the chat template failed"):
+                self.compiled_templates[name] = ChatTemplate(self.chat_templates[name], self.special_tokens)
+        return self.compiled_templates[name]
 
     def render_chat(self, messages: list[Message], enable_thinking: bool = False, **variables: Any) -> str:
         """Messages -> prompt text that ends where the assistant's turn begins. `variables`: tools, and others that the
-        template reads."""
-        template = self.template
+        template reads, which count more than enable_thinking."""
+        template = self.find_template(bool(variables.get("tools")))
         # A template can fail as any program can: a division by zero, a wrong type, an endless recursion.
         with refusing(self.path.parent, "the chat template failed"):
-            return template.render(messages, enable_thinking=enable_thinking, **variables)
+            return template.render(messages, **{**template.reasoning.variables(enable_thinking), **variables})
+
+    def thinking_notice(self, think: bool) -> str | None:
+        """A line for stderr where reasoning was asked for with THINK=1, and the chat template cannot be asked."""
+        with suppress(Refused):  # a missing or broken template is refused by the chats that need it
+            if think and not self.template.reasoning.has_switch:
+                return "[think] THINK=1 has no effect: the chat template has no switch for reasoning"
+        return None
 
     def encode_chat(self, messages: list[Message], ending: str = "", **variables: Any) -> tuple[str, list[int]]:
         """As render_chat -> (the text and `ending`, its ids). Special tokens inside messages and tools stay text."""
@@ -202,12 +217,6 @@ def byte_alphabet() -> dict[str, bytes]:
 
 
 BYTES = byte_alphabet()
-
-
-def default_template(templates: list[Any]) -> Any:
-    """[{"name", "template"}, ...] -> the one called default; None if there is none."""
-    named = (entry for entry in templates if isinstance(entry, dict) and entry.get("name") == "default")
-    return next(named, {}).get("template")
 
 
 @contextmanager

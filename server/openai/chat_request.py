@@ -11,10 +11,10 @@ from server.openai.request_fields import RequestFields, check_texts
 from server.openai.sampling_params import MAX_TOP_LOGPROBS, WITHOUT_EFFECT, SamplingParams, read_sampling_params
 from text.chat_template import ChatTemplate
 from text.harmony import CHANNEL, MESSAGE, HarmonyParser
+from text.reasoning_control import EFFORT, EFFORTS, OFF_WORDS, SWITCHES, ReasoningControl, reasoning_state
 from text.reply import THINK, THINK_END, ReplyParser
 from text.tool_calls import CALL_END, CALL_START, KEY, dump_json
 
-REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 RESERVED_VARIABLES = ("add_generation_prompt", "documents", "messages", "tools")
 
 
@@ -40,25 +40,25 @@ def read_chat_prompt(
 ) -> tuple[list[int], MakeParser]:
     """Read the messages, the tools and the variables of the chat template, and render them up to the assistant's turn.
     one_call: parse nothing after the first tool call."""
+    tools, schemas = read_tools(fields)
+    tool_choice = read_tool_choice(fields, schemas)
+    if tool_choice == "none" or not schemas:
+        tools, schemas = [], {}
     try:
-        template = service.tokenizer.template
+        template = service.tokenizer.find_template(bool(tools))
     except Refused as error:
         raise ApiError(400, without_folder(error, service), code="no_chat_template") from None
     messages = read_messages(fields, template)
-    tools, schemas = read_tools(fields)
-    tool_choice = read_tool_choice(fields, schemas)
     variables = read_template_variables(fields, service, template)
     tool_format = find_tool_format(template)
-    if tool_choice == "none" or not schemas:
-        tools, schemas = [], {}
-    elif tool_format is None:
+    if tools and tool_format is None:
         fields.refuse_value("tools", "the chat template has no tool calls in the format of GLM, Hermes or gpt-oss")
     variables["tools"] = tools or None
     answer_prefix = ""
     if tool_choice not in ("none", "auto"):
         assert tool_format
         answer_prefix = call_prefix(tool_format, tool_choice, schemas)
-        variables["enable_thinking"] = False  # the answer begins with the call
+        variables |= template.reasoning.variables(False)  # the answer begins with the call
     try:
         text, ids = service.tokenizer.encode_chat(messages, **variables)
         if answer_prefix:
@@ -66,6 +66,8 @@ def read_chat_prompt(
             _, ids = service.tokenizer.encode_chat(messages, ending=ending, **variables)
     except Refused as error:
         fields.refuse_value("messages", without_folder(error, service))
+    if lost := [f"messages[{at}].tool_calls" for at, message in enumerate(messages) if template.loses_calls(message)]:
+        fields.notices.append(f"the chat template leaves out tool calls: {', '.join(lost)}")
     ids = service.prefix.prepend(ids)
     if not ids:
         fields.refuse_value("messages", "the chat template makes no token of them")
@@ -73,25 +75,75 @@ def read_chat_prompt(
     arguments = (schemas, one_call or isinstance(tool_choice, list), answer_prefix)
     if CHANNEL in template.source:
         return ids, partial(HarmonyParser, *arguments)
-    return ids, partial(ReplyParser, "off" if answer_prefix else find_reasoning(text, template), *arguments)
+    return ids, partial(ReplyParser, "off" if answer_prefix else reasoning_state(text, template.source), *arguments)
 
 
 def read_template_variables(fields: RequestFields, service: HttpService, template: ChatTemplate) -> JsonObject:
     """Return the variables of the chat template other than messages and tools."""
-    variables: JsonObject = {"enable_thinking": service.settings.think}
-    effort = fields.one_of("reasoning_effort", REASONING_EFFORTS, None)
-    if effort is not None:
-        if not {"enable_thinking", "reasoning_effort"} & template.variables:
-            fields.refuse_value("reasoning_effort", "the model's chat template does not support it")
-        variables |= {"enable_thinking": effort != "none", "reasoning_effort": effort}
-    enabled = fields.flag("enable_thinking", None)
-    if enabled is not None:
-        variables["enable_thinking"] = enabled
     more = fields.values.pop("chat_template_kwargs", {})
     check_texts(more, "chat_template_kwargs")
     if not isinstance(more, dict) or not more.keys().isdisjoint(RESERVED_VARIABLES):
         fields.refuse_value("chat_template_kwargs", f"expected an object without {', '.join(RESERVED_VARIABLES)}")
-    return variables | more
+    kwargs = RequestFields(more, "chat_template_kwargs")
+    variables = read_reasoning(fields, kwargs, template.reasoning, service.settings.think)
+    if unread := [kwargs.label(name) for name in kwargs.values if name not in template.variables]:
+        fields.notices.append(f"no effect, as the chat template does not read it: {', '.join(unread)}")
+    return variables | kwargs.values
+
+
+def read_reasoning(fields: RequestFields, kwargs: RequestFields, control: ReasoningControl, think: bool) -> JsonObject:
+    """Return the variables of the chat template for the reasoning that a request asks for, which is done or refused.
+
+    kwargs: chat_template_kwargs, which count more than the fields of the same name. think: of requests without a wish.
+    """
+    owners = {name: kwargs if name in kwargs.values else fields for name in (*SWITCHES, EFFORT)}
+    fields.values = {name: value for name, value in fields.values.items() if owners.get(name) is not kwargs}
+    asked, wish = EFFORT, None  # the field that says whether to reason, and what it says
+    for name in SWITCHES:
+        value = read_switch(owners[name], name)
+        if value is not None and wish is None:
+            asked, wish = name, value
+    effort = owners[EFFORT].text(EFFORT, None)
+    own = None
+    if effort is not None:
+        effort_wish = effort not in OFF_WORDS
+        own = control.nearest(effort) if effort_wish else None
+        if effort not in (*EFFORTS, *OFF_WORDS) and own is None:
+            known = ", ".join(control.efforts or EFFORTS)
+            owners[EFFORT].refuse_value(EFFORT, f"expected one of {known}, not {effort!r}")
+        wish = effort_wish if wish is None else wish
+    if wish is None:
+        return control.variables(think)
+    if wish and not control.can_reason:
+        owners[asked].refuse_value(asked, "the model's chat template has no reasoning")
+    if not wish and not control.can_stop:
+        efforts = f"; it knows the efforts {', '.join(control.efforts)}" if control.efforts else ""
+        owners[asked].refuse_value(asked, f"the model's chat template cannot turn reasoning off{efforts}")
+
+    def add_notice(name: str, text: str) -> None:
+        fields.notices.append(f"{owners[name].label(name)}{text}")
+
+    if not (control.has_switch or (asked == EFFORT and control.efforts)):
+        add_notice(asked, " has no effect: the chat template has no such variable")
+    if effort is None:
+        return control.variables(wish)
+    if effort_wish != wish:
+        add_notice(EFFORT, f" has no effect: {owners[asked].label(asked)} counts more")
+    elif wish and own is None and control.switches:
+        add_notice(EFFORT, f": {effort} turns reasoning on; the chat template knows no efforts")
+    elif wish and own is not None and own != effort:
+        add_notice(EFFORT, f": {effort} is read as {own}; the chat template knows {', '.join(control.efforts)}")
+    return control.variables(wish, own)
+
+
+def read_switch(fields: RequestFields, name: str) -> bool | None:
+    """Read true or false, or {"type": "enabled"} or "disabled" as some APIs have it."""
+    if not isinstance(fields.values.get(name), dict):
+        return fields.flag(name, None)
+    mode = fields.object(name)
+    is_enabled = mode.one_of("type", ("enabled", "disabled")) == "enabled"
+    mode.refuse_unread()
+    return is_enabled
 
 
 def find_tool_format(template: ChatTemplate) -> str | None:
@@ -116,14 +168,6 @@ def call_prefix(tool_format: str, tool_choice: str | list[str], schemas: dict[st
         return CALL_START + name + (KEY if schemas[name].get("properties") else CALL_END)
     name_json = f'{dump_json(name)}, "arguments": {{' if name else '"'
     return f'{CALL_START}\n{{"name": {name_json}'
-
-
-def find_reasoning(text: str, template: ChatTemplate) -> str:
-    """Return whether the answer begins with reasoning, by the end of the prompt, as of ReplyParser."""
-    end = text.rstrip()
-    if end.endswith(THINK):
-        return "open"
-    return "maybe" if THINK_END in template.source and not end.endswith(THINK_END) else "off"
 
 
 def without_folder(error: Refused, service: HttpService) -> str:

@@ -37,6 +37,7 @@ class RequestFields(FieldReader):
         if not isinstance(values, dict):
             raise ApiError(400, f"{subject}: expected an object", subject)
         super().__init__({name: value for name, value in values.items() if value is not None}, subject)
+        self.notices: list[str] = []  # for the client, about what was accepted and has no effect, or another one
 
     def find(self, name: str) -> Any:
         return self.values.pop(name, None)

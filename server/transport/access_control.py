@@ -6,6 +6,7 @@ checked), and it may send requests without reading the answers (so `Origin` is).
 
 import hmac
 import ipaddress
+import json
 import re
 import secrets
 import time
@@ -22,6 +23,7 @@ from server.openai.api_error import ApiError
 
 CLIENT_CLOSED_REQUEST = 499  # status that proxies log for a client that disconnected before its answer
 USAGE_NOTE = "colibri.usage"  # key of the scope: the token counts for the log line
+NOTICES = "colibri.notices"  # key of the scope: texts for the header Warning, about fields without their full effect
 # For metrics; other names are the client's own.
 KNOWN_PATHS = "/health /metrics /v1/models /v1/chat/completions /v1/completions /tokenize /detokenize".split()
 
@@ -79,7 +81,9 @@ class AccessMiddleware:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
+                headers = [(b"x-request-id", request_id.encode())]
+                headers += [(b"warning", warning_header(notice)) for notice in scope.get(NOTICES, ())]
+                message["headers"] = [*message["headers"], *headers]
             await send(message)
 
         try:
@@ -95,7 +99,14 @@ class AccessMiddleware:
     def log_request(self, scope: Scope, request_id: str, status: str, seconds: float) -> None:
         path = scope["path"] if scope["path"] in KNOWN_PATHS else "other"
         self.service.metrics.requests.labels(path, status).inc()
+        for notice in scope.get(NOTICES, ()):
+            self.service.say(f"[http] {request_id} {printable(shorten(notice))}")
         client = scope["client"][0] if scope.get("client") else "-"
         path = shorten(printable(scope["path"]))
         words = ["[http]", client, scope["method"], path, status, f"{seconds:.3f} s", scope.get(USAGE_NOTE), request_id]
         self.service.say(" ".join(word for word in words if word))
+
+
+def warning_header(text: str) -> bytes:
+    """Return the value of a header Warning: a code, an agent and a quoted text of ASCII alone."""
+    return f"299 colibri.py {json.dumps(printable(shorten(text, 500)))}".encode()

@@ -175,6 +175,18 @@ def test_the_companion_files_are_copied(container):
     assert not list(container.glob("*.partial"))
 
 
+def test_further_chat_templates_are_copied(tmp_path, oracle_folder):
+    """A template for tools in additional_chat_templates/ would be missing in the container, and tools refused."""
+    source = tmp_path / "source"
+    shutil.copytree(oracle_folder("glm_moe_dsa"), source)
+    (source / "additional_chat_templates").mkdir()
+    for name in ("tool_use.jinja", "._tool_use.jinja"):
+        (source / "additional_chat_templates" / name).write_text("{{ tools }}")
+    assert run(source, tmp_path / "out") == 0 == run(source, tmp_path / "out")
+    [copy] = (tmp_path / "out" / "additional_chat_templates").iterdir()
+    assert (copy.name, copy.read_text()) == ("tool_use.jinja", "{{ tools }}")
+
+
 def test_a_container_in_a_process_of_its_own(container, run_colibri):
     process = run_colibri(SNAP=container, PROMPT="In the beginning", NGEN=4, TEMP=0)
     assert process.returncode == 0 and process.stdout and b"[format] experts int4-g64" in process.stderr

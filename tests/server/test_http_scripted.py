@@ -332,6 +332,23 @@ def test_bytes_that_are_no_character(scripted, llama2):
     assert choice["text"] == "\n\ufffd the"
 
 
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_what_has_no_effect_is_said_in_a_header_and_the_log(scripted, is_stream):
+    """Field case: a word of chat_template_kwargs that the template does not know was passed over without one."""
+    scripted.scheduler.script = ["ok", "stop"]
+    fields = {"chat_template_kwargs": {"tön\x7f\n": 1}, "reasoning_effort": "low", "stream": is_stream}
+    status, _, headers = scripted.post(CHAT, CHAT_BODY | fields)
+    effort, unread = headers.get_all("Warning")
+    assert status == 200 and effort.startswith('299 colibri.py "reasoning_effort: low turns reasoning on')
+    assert "does not read it: chat_template_kwargs.t\\u00f6n\\\\x7f\\\\n" in unread
+    request_id = headers["X-Request-Id"]
+    wait_for(lambda: any(request_id in line and "reasoning_effort: low" in line for line in scripted.lines))
+    assert scripted.post(CHAT, CHAT_BODY)[2]["Warning"] is None
+    assert scripted.post("/tokenize", CHAT_BODY | {"reasoning_effort": "low"})[2]["Warning"] == effort
+    many = {"chat_template_kwargs": {f"name{i}": i for i in range(10_000)}}
+    assert len(scripted.post(CHAT, CHAT_BODY | many)[2]["Warning"]) < 1000
+
+
 # --- failures ---------------------------------------------------------------------------------------------------------
 
 

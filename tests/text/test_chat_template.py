@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from errors import Refused
 from settings import EMBEDDED_SNAPSHOT
 from snapshot.config_file import read_config
 from text.tokenizer import TextTokenizer
@@ -99,6 +100,51 @@ def test_the_default_of_several_templates(text_folder):
     named = [{"name": "other", "template": "no"}, {"name": "default", "template": "{{ messages[0].content }}"}]
     (text_folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
     assert TextTokenizer(text_folder, CONFIG).render_chat([{"role": "user", "content": "x"}]) == "x"
+
+
+QUESTION = [{"role": "user", "content": "x"}]
+
+
+def test_with_tools_the_template_called_tool_use(text_folder):
+    """Field case: the default template, which knows no tools, was taken for a conversation with tools."""
+    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "{{ tools[0].function.name }}"}]
+    (text_folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    # A file replaces the list, as for transformers; files of further templates stand beside either.
+    assert TextTokenizer(text_folder, CONFIG).chat_templates.keys() == {"default"}
+    (text_folder / "chat_template.jinja").unlink()
+    tokenizer = TextTokenizer(text_folder, CONFIG)
+    assert (tokenizer.render_chat(QUESTION), tokenizer.render_chat(QUESTION, tools=TOOLS)) == ("plain", "add")
+    assert tokenizer.encode_chat(QUESTION, tools=TOOLS)[0] == "add"
+    more = text_folder / "additional_chat_templates"
+    more.mkdir()
+    (more / "tool_use.jinja").write_text("file")
+    (more / "._tool_use.jinja").write_bytes(b"\xff")  # of a Mac
+    assert TextTokenizer(text_folder, CONFIG).render_chat(QUESTION, tools=TOOLS) == "file"
+    (more / "rag.jinja").write_bytes(b"\xff")
+    with pytest.raises(Refused, match=r"rag\.jinja: is not valid UTF-8"):
+        TextTokenizer(text_folder, CONFIG)
+
+
+def test_a_template_for_tools_alone(text_folder):
+    (text_folder / "chat_template.jinja").unlink()
+    (text_folder / "tokenizer_config.json").write_text(
+        json.dumps({"chat_template": [{"name": "tool_use", "template": "x"}, {"name": 5, "template": "y"}, "z"]})
+    )
+    tokenizer = TextTokenizer(text_folder, CONFIG)
+    assert tokenizer.render_chat(QUESTION, tools=TOOLS) == "x" and tokenizer.chat_template is None
+    with pytest.raises(Refused, match=r"has no chat template .*, only tool_use"):
+        tokenizer.render_chat(QUESTION)
+
+
+@pytest.mark.parametrize("tools", [None, TOOLS])
+def test_named_templates_as_with_transformers(text_folder, tools):
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed: make_reference needs it")
+    (text_folder / "additional_chat_templates").mkdir()
+    (text_folder / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools | tojson }}")
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(text_folder).apply_chat_template(
+        QUESTION, tools=tools, tokenize=False, enable_thinking=False, add_generation_prompt=True
+    )
+    assert TextTokenizer(text_folder, CONFIG).render_chat(QUESTION, tools=tools) == theirs
 
 
 # --- special tokens in messages -----------------------------------------------------------------------------
