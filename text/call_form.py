@@ -81,10 +81,12 @@ def find_call_form(render: Callable[[CallForm], str | None]) -> CallForm:
 def variants(messages: list[Message], tools: Tools) -> Iterator[tuple[list[Message], Tools]]:
     """Yield a conversation as it came, then in forms for templates that fail for it: tools with all optional parts,
     with texts where schemas may hold other values; and one text for reasoning and content beside tool calls."""
-    seen = []
+    yield messages, tools
+    seen = [(messages, tools)]
+    complete = [complete_tool(tool) for tool in tools] if tools else tools
+    texts = [values_as_text(tool) for tool in complete] if complete else complete
     for joined in (messages, [join_reasoning(message) for message in messages]):
-        complete = [complete_tool(tool) for tool in tools] if tools else tools
-        for version in (tools, complete, complete and [values_as_text(tool) for tool in complete]):
+        for version in (tools, complete, texts):
             if (joined, version) not in seen:
                 seen.append((joined, version))
                 yield joined, version
@@ -92,10 +94,13 @@ def variants(messages: list[Message], tools: Tools) -> Iterator[tuple[list[Messa
 
 def complete_tool(tool: Any) -> Any:
     """Return a tool with its optional parts: a description and an object of parameters."""
-    function = {name: value for name, value in tool["function"].items() if value is not None}
-    parameters = {name: value for name, value in function.get("parameters", {}).items() if value is not None}
-    parameters = {"type": "object", "properties": {}} | parameters
+    function = without_none(tool["function"])
+    parameters = {"type": "object", "properties": {}} | without_none(function.get("parameters", {}))
     return tool | {"function": {"name": function["name"], "description": "", **function, "parameters": parameters}}
+
+
+def without_none(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def values_as_text(tool: Any) -> Any:

@@ -23,6 +23,7 @@ from text.call_form import (
     find_call_form,
     probe_conversation,
     variants,
+    without_none,
 )
 from text.reasoning_control import ReasoningControl, Variables, find_reasoning_control
 
@@ -135,7 +136,7 @@ class ChatTemplate:
 
 def normalize_message(message: Message) -> Message:
     """A message without empty fields, its reasoning under both keys that templates read."""
-    message = {name: value for name, value in message.items() if value is not None}
+    message = without_none(message)
     reasoning = next((message[name] for name in REASONING if name in message), None)
     if reasoning is None:
         return message

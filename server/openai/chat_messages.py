@@ -5,6 +5,7 @@ from contextlib import suppress
 
 from server.openai.api_error import JsonObject
 from server.openai.request_fields import RequestFields, check_texts
+from text.call_form import without_none
 from text.chat_template import ChatTemplate
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -67,10 +68,6 @@ def read_tool_call(fields: RequestFields) -> JsonObject:
     fields.whole("index", None)
     fields.refuse_unread()
     return without_none(call)
-
-
-def without_none(values: JsonObject) -> JsonObject:
-    return {name: value for name, value in values.items() if value is not None}
 
 
 def read_tools(fields: RequestFields) -> tuple[list[JsonObject], dict[str, JsonObject]]:
