@@ -13,6 +13,8 @@ Message = dict[str, Any]  # of the OpenAI API: role, content, tool_calls, ...
 Tools = Any  # a list of JSON objects, or None
 REASONING = ("reasoning_content", "thinking", "reasoning")  # keys of a message's reasoning, the usual one first
 NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")  # keywords that map names to schemas
+PROBE_TEXT = "probe_text"
+PROBE_QUESTION: Message = {"role": "user", "content": "x"}
 PROBE_ARGUMENTS = {"probe_key": "probe_value"}
 PROBE_TOOL = {
     "type": "function",
@@ -54,18 +56,14 @@ def arguments_as_text(call: Any) -> Any:
     return call if isinstance(arguments, str) else call | {"arguments": json.dumps(arguments, ensure_ascii=False)}
 
 
-def probe_conversation(content: str, num_calls: int) -> list[Message]:
+def probe_conversation(content: str, num_calls: int, result: str = "x") -> list[Message]:
     """A question, an answer with that many tool calls, and their results."""
     calls = [
         {"id": f"callprob{i}", "type": "function", "function": {"name": f"probe_{i}", "arguments": PROBE_ARGUMENTS}}
         for i in range(num_calls)
     ]
-    results = [{"role": "tool", "tool_call_id": call["id"], "content": "x"} for call in calls]
-    return [
-        {"role": "user", "content": "x"},
-        {"role": "assistant", "content": content, "tool_calls": calls},
-        *results,
-    ]
+    results = [{"role": "tool", "tool_call_id": call["id"], "content": result} for call in calls]
+    return [PROBE_QUESTION, {"role": "assistant", "content": content, "tool_calls": calls}, *results]
 
 
 def find_call_form(render: Callable[[CallForm], str | None]) -> CallForm:

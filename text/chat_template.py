@@ -15,6 +15,8 @@ from typing import Any
 from errors import Refused
 from snapshot.reader import read_file
 from text.call_form import (
+    PROBE_QUESTION,
+    PROBE_TEXT,
     PROBE_TOOL,
     REASONING,
     CallForm,
@@ -70,7 +72,7 @@ class ChatTemplate:
         self.variables: set[str] = meta.find_undeclared_variables(tree)
         self.literals = {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
         self.template = environment.from_string(source)
-        self.lost_calls: dict[tuple[bool, bool], bool] = {}  # see loses_calls
+        self.lost_parts: dict[tuple[str, bool, int], str | None] = {}  # see lost_part
 
     def render(
         self, messages: list[Message], tools: Tools = None, add_generation_prompt: bool = True, **variables: Any
@@ -112,7 +114,7 @@ class ChatTemplate:
     @cached_property
     def reasoning(self) -> ReasoningControl:
         def probe(variables: Variables) -> str | None:
-            return self.probe([{"role": "user", "content": "x"}], **variables)
+            return self.probe([PROBE_QUESTION], **variables)
 
         return find_reasoning_control(probe, self.source, self.variables, self.literals)
 
@@ -121,17 +123,36 @@ class ChatTemplate:
         messages = probe_conversation("", 1)
         return find_call_form(lambda form: self.probe([form.apply(message) for message in messages], [PROBE_TOOL]))
 
-    def loses_calls(self, message: Message) -> bool:
-        """Return whether the template leaves out tool calls of such a message: those beside a text, or behind the
-        first."""
-        calls = message.get("tool_calls") or ()
-        kind = (bool(message.get("content")), len(calls) > 1)
-        if calls and kind not in self.lost_calls:
-            has_content, has_more = kind
-            messages = probe_conversation("x" if has_content else "", 1 + has_more)
-            text = self.probe([self.call_form.apply(message) for message in messages], [PROBE_TOOL])
-            self.lost_calls[kind] = text is not None and text.count("probe_value") < 1 + has_more
-        return bool(calls) and self.lost_calls[kind]
+    @cached_property
+    def writes_tools(self) -> bool:
+        return "probe_0" in (self.probe([PROBE_QUESTION], [PROBE_TOOL]) or "")
+
+    @cached_property
+    def knows_developer(self) -> bool:
+        """Whether the template has a developer message: it names the role, and writes its content."""
+        return "developer" in self.literals and not self.lost_part({"role": "developer", "content": "x"})
+
+    def lost_part(self, message: Message) -> str | None:
+        """Return what the template leaves out of such a message: content, or tool_calls beside a text or behind the
+        first. None also where it fails."""
+        kind = (message["role"], bool(message.get("content")), min(len(message.get("tool_calls") or ()), 2))
+        if kind not in self.lost_parts:
+            self.lost_parts[kind] = self.find_lost_part(*kind)
+        return self.lost_parts[kind]
+
+    def find_lost_part(self, role: str, has_content: bool, num_calls: int) -> str | None:
+        if num_calls:
+            messages = probe_conversation("x" if has_content else "", num_calls)
+        elif role == "tool":
+            messages = probe_conversation("", 1, result=PROBE_TEXT)
+        else:
+            messages = [{"role": role, "content": PROBE_TEXT}, *([PROBE_QUESTION] if role != "user" else [])]
+        text = self.probe([self.call_form.apply(message) for message in messages], [PROBE_TOOL])
+        if text is None:
+            return None
+        if num_calls:
+            return "tool_calls" if text.count("probe_value") < num_calls else None
+        return "content" if has_content and PROBE_TEXT not in text else None
 
 
 def normalize_message(message: Message) -> Message:

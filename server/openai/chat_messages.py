@@ -22,7 +22,7 @@ def read_messages(fields: RequestFields, template: ChatTemplate) -> list[JsonObj
 def read_message(fields: RequestFields, template: ChatTemplate) -> JsonObject:
     check_texts(fields.values, fields.subject)
     role = fields.one_of("role", ROLES)
-    if role == "developer" and "developer" not in template.source:
+    if role == "developer" and not template.knows_developer:
         role = "system"
     message = {"role": role, "name": fields.text("name", None), "content": read_content(fields)}
     if role == "assistant":

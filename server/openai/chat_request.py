@@ -51,7 +51,7 @@ def read_chat_prompt(
     messages = read_messages(fields, template)
     variables = read_template_variables(fields, service, template)
     tool_format = find_tool_format(template)
-    if tools and tool_format is None:
+    if tools and not (tool_format and template.writes_tools):
         fields.refuse_value("tools", "the chat template has no tool calls in the format of GLM, Hermes or gpt-oss")
     variables["tools"] = tools or None
     answer_prefix = ""
@@ -66,8 +66,9 @@ def read_chat_prompt(
             _, ids = service.tokenizer.encode_chat(messages, ending=ending, **variables)
     except Refused as error:
         fields.refuse_value("messages", without_folder(error, service))
-    if lost := [f"messages[{at}].tool_calls" for at, message in enumerate(messages) if template.loses_calls(message)]:
-        fields.notices.append(f"the chat template leaves out tool calls: {', '.join(lost)}")
+    lost = [f"messages[{at}].{part}" for at, message in enumerate(messages) if (part := template.lost_part(message))]
+    if lost:
+        fields.notices.append(f"no effect, as the chat template leaves it out: {', '.join(lost)}")
     ids = service.prefix.prepend(ids)
     if not ids:
         fields.refuse_value("messages", "the chat template makes no token of them")

@@ -150,7 +150,22 @@ def test_tool_calls_of_earlier_answers(ask):
         assert '{"city": "Köln"}</call>' in text and notices == []
     history[1] |= {"content": "I look."}
     [notice] = ask(templates.DEEPSEEK_R1, messages=history)[1]
-    assert notice == "the chat template leaves out tool calls: messages[1].tool_calls"
+    assert notice == "no effect, as the chat template leaves it out: messages[1].tool_calls"
+
+
+def test_a_system_message_that_the_template_leaves_out_is_said(ask):
+    source = "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}"
+    for role in ("system", "developer"):
+        _, notices = ask(source, messages=[{"role": role, "content": "Be brief."}, QUESTION])
+        assert notices == ["no effect, as the chat template leaves it out: messages[0].content"]
+    assert ask(templates.QWEN_3, messages=[{"role": "developer", "content": "Be brief."}, QUESTION])[1] == []
+
+
+def test_tools_that_the_template_does_not_write_are_refused(ask):
+    """A template that names tools, and <tool_call> for the answers, but shows none to the model."""
+    source = "{{ messages[0].content }}{{ '<tool_call>' if tools }}"
+    assert refused(ask, source, tools=[TOOL])[0] == "tools"
+    assert ask(source, tools=[TOOL], tool_choice="none")[0] == "Hi"
 
 
 def test_a_tool_without_a_description(ask):

@@ -141,15 +141,39 @@ def test_the_first_error_of_a_template_is_kept():
         compiled(templates.MIXTRAL).render([{"role": "user", "content": "a"}] * 2, [tool()])
 
 
+CALLING = {"role": "assistant", "content": "", "tool_calls": [call()]}
+SYSTEM = {"role": "system", "content": "Be brief."}
+RESULT = {"role": "tool", "content": "wet", "tool_call_id": "c1"}
+NO_SYSTEM = "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}{# developer #}"
+
+
 @pytest.mark.parametrize(
-    ("name", "content", "count", "is_lost"),
+    ("name", "message", "lost"),
     [
-        *(("GLM_5_2", content, count, False) for content in ("", "x") for count in (1, 2)),
-        *(("GPT_OSS", "", 1, False), ("GPT_OSS", "", 2, True), ("DEEPSEEK_R1", "x", 1, True)),
-        *(("DEEPSEEK_R1", "", 2, False), ("GLM_5_3", "", 1, True)),
+        *(("GLM_5_2", CALLING | {"content": content}, None) for content in ("", "x")),
+        ("GLM_5_2", CALLING | {"tool_calls": [call()] * 2}, None),
+        ("GPT_OSS", CALLING, None),
+        ("GPT_OSS", CALLING | {"tool_calls": [call()] * 2}, "tool_calls"),
+        ("DEEPSEEK_R1", CALLING | {"tool_calls": [call()] * 2}, None),
+        ("DEEPSEEK_R1", CALLING | {"content": "x"}, "tool_calls"),
+        ("GLM_5_3", CALLING, "tool_calls"),
+        ("QWEN_3", SYSTEM, None),
+        (NO_SYSTEM, SYSTEM, "content"),
+        (NO_SYSTEM, RESULT, None),
+        ("MIXTRAL", RESULT, None),  # it fails, which is said then
+        ("MIXTRAL", {"role": "user", "content": "x"}, None),
     ],
 )
-def test_calls_that_a_template_leaves_out(name, content, count, is_lost):
-    message = {"role": "assistant", "content": content, "tool_calls": [call()] * count}
-    assert compiled(getattr(templates, name)).loses_calls(message) is is_lost
-    assert not compiled(getattr(templates, name)).loses_calls({"role": "assistant", "content": "x"})
+def test_parts_of_messages_that_a_template_leaves_out(name, message, lost):
+    template = compiled(getattr(templates, name, name))
+    assert template.lost_part(message) == lost
+    assert template.lost_part({"role": "assistant", "content": "x"}) is None
+
+
+def test_developer_messages_and_tools_that_a_template_writes():
+    """The word developer somewhere in a template's source, in a comment or a sentence, is not its role."""
+    of = {name: compiled(source) for name, source in [("none", NO_SYSTEM), ("gpt-oss", templates.GPT_OSS)]}
+    assert not of["none"].knows_developer and not of["none"].writes_tools
+    named = "{% for m in messages if m.role == 'developer' %}{{ m.content }}{% endfor %}{{ 'You are a developer' }}"
+    assert compiled(named).knows_developer and not compiled(named.replace("'developer'", "'user'")).knows_developer
+    assert of["gpt-oss"].writes_tools and compiled(templates.GLM_5_2).writes_tools
