@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 # Before torch is imported: two threads of two workers wait for each other on two cores, for minutes beside other load.
@@ -59,7 +60,11 @@ def no_leaks():
 
     def open_files():
         folder = Path("/proc/self/fd")  # Linux alone
-        return {os.path.realpath(fd) for fd in folder.iterdir()} if folder.exists() else set()
+        found = set()
+        for fd in folder.iterdir() if folder.exists() else ():
+            with suppress(FileNotFoundError):  # closed meanwhile by another thread
+                found.add(os.path.realpath(fd))
+        return found
 
     def leaked():
         names = [name for name in open_files() - files if name.endswith((".safetensors", ".json"))]
