@@ -3,12 +3,16 @@
     PROMPT="In the beginning" python colibri.py
     SNAP=/models/glm-5.2 PROMPT="..." python colibri.py [cap] [expert_bits] [dense_bits]
 
-Exit code 0: done. 1: a check failed, or a NaN came up. 2: bad usage or a bad snapshot, reported in one line.
-130: interrupted. 141: the reader of stdout went away. 143: terminated. A server that is told to end ends with 0.
+Exit code 0: done. 1: a check failed, a NaN came up, or a fault of the program. 2: bad usage or a bad snapshot, reported
+in one line. 130: interrupted. 129, 143: SIGHUP, SIGTERM. 141: the reader of stdout went away. A server that is told to
+end ends with 0.
 """
 
 import sys
 
+import machine.interpreter  # noqa: F401 - first: a Python that is too old, or without the packages, ends in one line
+
+# isort: split
 from errors import Refused
 from machine.exit import exit_code
 from settings import USAGE, Settings

@@ -1,44 +1,120 @@
 """exit_code: run a program to its exit code, with one line on stderr for an error that ends it."""
 
+import io
 import os
 import signal
 import sys
+import threading
+import traceback
 from collections.abc import Callable
 from types import FrameType
 
-from errors import Refused
+from errors import Refused, reason
+from machine.console import discard, end_line, is_terminal, leave_line_open, say
+from machine.interpreter import missing_package
+
+SIGNALS = (signal.SIGTERM, signal.SIGHUP)  # the terminal is closed: handled alike, so that nothing is left behind
+NO_MEMORY = ("can't allocate memory", "not enough memory", "Cannot allocate memory")  # of torch's allocators
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM, handled as Ctrl-C is."""
+    """SIGTERM or SIGHUP, handled as Ctrl-C is."""
+
+    number = signal.SIGTERM
 
 
 def terminate(number: int, frame: FrameType | None) -> None:
-    raise Terminated
+    error = Terminated()
+    error.number = signal.Signals(number)
+    raise error
 
 
 def exit_code(program: str, work: Callable[[], int], interrupted: str = "") -> int:
     """-> the exit code of `work`, or that of the error that ended it, with a line on stderr that `program` begins;
-    an interrupt has one where `interrupted` gives it."""
-    signal.signal(signal.SIGTERM, terminate)
+    an interrupt has one where `interrupted` gives it. No exception leaves it but SystemExit."""
     try:
+        open_streams()
+        threading.excepthook = say_thread_error
+        for number in SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup sets it
+                signal.signal(number, terminate)
         code = work()
         sys.stdout.flush()  # here a failure can still be reported
         return code
-    except Refused as error:
-        print(f"{program}: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt as error:
-        if interrupted:
-            print(f"\n{program}: {interrupted}", file=sys.stderr)
-        return 143 if isinstance(error, Terminated) else 130
-    except OSError as error:
-        # A folder without permission, a name too long, a full disk. Without a name it may be stdout that failed, and
-        # flushing what is buffered would fail again when the interpreter exits.
-        if not error.filename:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if isinstance(error, BrokenPipeError):
-            return 141
-        where = f"{error.filename}: " if error.filename else ""
-        print(f"{program}: {Refused(where + (error.strerror or str(error)))}", file=sys.stderr)
-        return 2
+    except BaseException as error:
+        if isinstance(error, SystemExit):
+            raise
+        code, line = explain(error, interrupted)
+        if isinstance(error, KeyboardInterrupt) and not isinstance(error, Terminated) and is_terminal(sys.stderr):
+            leave_line_open()  # the terminal shows ^C
+        if line:
+            say(f"{program}: {Refused(line)}")
+        return code
+    finally:
+        end_line()
+        flush_stdout()
+
+
+def explain(error: BaseException, interrupted: str) -> tuple[int, str]:
+    """-> (exit code, the line that says why; empty: none)."""
+    match error:
+        case Refused():
+            return 2, str(error)
+        case KeyboardInterrupt():
+            return 128 + (error.number if isinstance(error, Terminated) else signal.SIGINT), interrupted
+        case BrokenPipeError() if not error.filename:
+            return 141, ""
+        case OSError():  # a folder without permission, a name too long, a full disk
+            where = f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, str | bytes) else ""
+            return 2, where + (error.strerror or reason(error))
+        case MemoryError():
+            return 2, "there is not enough memory; lower RAM_GB or CTX, or free some"
+        case ModuleNotFoundError() if error.name:
+            return 2, missing_package(error.name)
+        case ImportError():
+            return 2, f"a package of {sys.executable} cannot be loaded: {error}"
+        case RuntimeError() if any(words in str(error) for words in NO_MEMORY):
+            return 2, "there is not enough memory; lower RAM_GB or CTX, or free some"
+        case RuntimeError() if "start new thread" in str(error):
+            return (
+                2,
+                "no more threads may be started here; raise the limit (ulimit -u, or pids.max of the cgroup)",
+            )
+    if sys.flags.dev_mode:
+        traceback.print_exception(error)
+    return 1, f"a fault of the program: {describe_fault(error)}; please report it, with what python -X dev shows"
+
+
+def describe_fault(error: BaseException) -> str:
+    """The class, message and place of an exception that should not have come up."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" in {os.path.basename(frames[-1].filename)}, line {frames[-1].lineno}" if frames else ""
+    message = f": {error}" if str(error) else ""
+    return f"{type(error).__name__}{message}{place}"
+
+
+def say_thread_error(args: threading.ExceptHookArgs) -> None:
+    """Print an exception that ended a thread in one line."""
+    if args.exc_value is not None:
+        name = args.thread.name if args.thread else "?"
+        say(f"[thread] {name} ended by a fault of the program: {Refused(describe_fault(args.exc_value))}")
+
+
+def flush_stdout() -> None:
+    """Flush what is left; it is lost where that fails, and would fail again when the interpreter ends."""
+    try:
+        sys.stdout.flush()
+    except (OSError, ValueError):
+        discard(sys.stdout)
+
+
+def open_streams() -> None:
+    """Give a program that was started with closed streams (2>&-) /dev/null in their places: a file opened later would
+    take the number of one, and notices would be written into it. stdout then refuses what is written: an answer must
+    not vanish silently. What a locale's encoding lacks is written escaped."""
+    for name, mode, flags in (("stdin", "r", os.O_RDONLY), ("stdout", "w", os.O_RDONLY), ("stderr", "w", os.O_WRONLY)):
+        if getattr(sys, name) is None:
+            number = os.open(os.devnull, flags)  # the lowest that is free: that of the stream
+            setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")

@@ -18,13 +18,13 @@ from generate.proposers import Proposers
 from generate.sampler import Sampler
 from generate.tools.tool_state import Tool, ToolState
 from load.model import LoadedModel, OpenedSnapshot, load_model
-from machine.console import PrefillProgress, say
+from machine.console import PrefillProgress, leave_line_open, say, show_sign, write_answer
 from machine.exit import Terminated
 from machine.memory import rss_bytes
 from modes.chat_history import ChatHistory
 from modes.chat_tools import NOTICE, make_tool
 from modes.report import divide, save_usage, say_loaded
-from modes.text import describe_sampler, write
+from modes.text import describe_sampler
 from settings import Settings
 from text.detokenizer import Detokenizer
 from text.prompt import all_stop_ids, max_answer_tokens, shared_prefix_length
@@ -128,7 +128,7 @@ class Chat:
         self.kv.trim(shared_prefix_length(self.ids[: self.kv.length], ids))
 
     def generate_answer(
-        self, ids: list[int], stop_key: StopKey, show: Callable[[str], None] = write
+        self, ids: list[int], stop_key: StopKey, show: Callable[[str], None] = write_answer
     ) -> tuple[str, str | None] | None:
         """Generate what follows `ids`, shown as it comes -> (its text, why it was cut off, or None); None, and nothing
         shown, when the key was pressed during the prefill."""
@@ -233,11 +233,12 @@ def read_line(is_terminal: bool) -> str | None:
         if sys.stdout.isatty():
             return input(PROMPT_SIGN)  # edits lines, but shows the sign on stdout
         if sys.stderr.isatty():
-            print(PROMPT_SIGN, end="", file=sys.stderr, flush=True)
+            show_sign(PROMPT_SIGN)
         return sys.stdin.readline() or None
     except Terminated:
         raise
     except (EOFError, KeyboardInterrupt):
+        leave_line_open()
         return None
 
 

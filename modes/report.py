@@ -22,8 +22,9 @@ from snapshot.folder import snapshot_name
 HEARTBEAT_EVERY = 16  # tokens
 QUIET_SECONDS = 10  # between heartbeats that would cut into the text on the same terminal
 
-# GB/s: while a read was under way. U: bytes over the whole time, as a share of what the drive gives to plain reads.
-HEAD = ("", "tokens", "s", "tok/s", "hit", "experts read/tok", "GB/tok", "GB/s", "U", "waiting")
+# A row fits 80 columns. read/tok: experts. GB/s: while a read was under way. U: bytes over the whole time, as a share
+# of what the drive gives to plain reads.
+HEAD = ("", "tokens", "s", "tok/s", "hit", "read/tok", "GB/tok", "GB/s", "U", "wait")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,7 @@ class RunReport:
         self.prefilled: CounterMark | None = None  # when decoding began
         self.ended: CounterMark | None = None
         self.heartbeat_at = self.started.seconds
+        self.is_interrupted = False
 
     def mark(self) -> CounterMark:
         experts, profile = self.model.experts, dict(self.model.profile.seconds)
@@ -69,26 +71,38 @@ class RunReport:
         """Stop the clocks, so that everything said of the run is the same number."""
         self.ended = self.ended or self.mark()
 
+    def interrupt(self, num_prefilled: int) -> None:
+        """Stop the clocks of a run that did not end: its numbers are those of the tokens that it came to.
+
+        num_prefilled: positions of the KV cache, which has no part of a chunk that was under way."""
+        self.end()
+        self.is_interrupted = True
+        self.num_prompt_ids = min(self.num_prompt_ids, num_prefilled)
+
     def on_token(self, max_tokens: int | None = None) -> None:
         """Count a token that was just yielded, and print a heartbeat every 16 tokens.
 
-        On a terminal that also shows the text, heartbeats are at least ten seconds apart and on a line of their own.
+        On a terminal that also shows the text, heartbeats are at least ten seconds apart, and wait for the end of a
+        line of the text.
         """
         now = time.perf_counter()
         if self.prefilled is None:
             self.prefilled = self.mark()
             self.heartbeat_at = now
         num_tokens = self.counters.tokens
-        if max_tokens and Terminal.has_bar and not Terminal.is_shared:
-            show_bar("decode", num_tokens / max_tokens, now - self.prefilled.seconds, f"{num_tokens} tokens")
-        if num_tokens % HEARTBEAT_EVERY or (Terminal.is_shared and now - self.heartbeat_at < QUIET_SECONDS):
-            return
+        if Terminal.is_shared:
+            if Terminal.is_answer_open or now - self.heartbeat_at < QUIET_SECONDS:
+                return
+        else:
+            if max_tokens and Terminal.has_bar:
+                show_bar("decode", num_tokens / max_tokens, now - self.prefilled.seconds, f"{num_tokens} tokens")
+            if num_tokens % HEARTBEAT_EVERY:
+                return
         self.heartbeat_at = now
         decode = self.phases()[1]
         speed = divide(num_tokens - 1, decode.seconds)  # the prefill paid for the first token
         say(
-            ("\n" if Terminal.is_shared else "")
-            + f"[t={num_tokens}  RSS {rss_bytes() / 1e9:.2f} GB  hit {decode.cache.hit_rate:.1%}  {speed:.1f} tok/s  "
+            f"[t={num_tokens}  RSS {rss_bytes() / 1e9:.2f} GB  hit {decode.cache.hit_rate:.1%}  {speed:.1f} tok/s  "
             f"{self.counters.tokens_per_forward:.2f} tok/fw]"
         )
 
@@ -130,6 +144,7 @@ class RunReport:
         profile["rest"] = whole.seconds - sum(profile.values())
         return {
             "mode": self.mode,
+            "interrupted": self.is_interrupted,
             "model": snapshot_name(self.loaded.folder.resolve()),
             "model_type": self.model.config.model_type,
             "kernels": self.loaded.kernels.removeprefix("[kernels] "),
@@ -146,7 +161,7 @@ class RunReport:
             "hits": cache.hits,
             "misses": cache.misses,
             "hit_rate": cache.hit_rate,
-            "experts_read_per_token": divide(cache.misses, tokens),
+            "experts_read_per_token": divide(cache.misses, tokens) if tokens else None,
             "expert_bytes_read": cache.bytes_read,
             "prefill_expert_bytes_read": prefill.cache.bytes_read,
             "disk_wait_s": cache.wait_seconds,
@@ -176,7 +191,7 @@ class RunReport:
             rows.append(self.table_row("decode", decode, num_decoded))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         for row in rows:
-            say("[run] " + "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
+            say("[run] " + " ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
         say(
             f"[run] expert prefetch: {whole.cache.useful_prefetch_bytes / 1e9:.3f} GB used, "
             f"{whole.cache.wasted_prefetch_bytes / 1e9:.3f} GB wasted | "
@@ -189,14 +204,20 @@ class RunReport:
 
     def table_row(self, phase: str, mark: CounterMark, tokens: int) -> tuple[str, ...]:
         cache, speed = mark.cache, self.drive_speed
+
+        def per_token(number: float, digits: int) -> str:
+            return (
+                f"{number / tokens:.{digits}f}" if tokens else "-"
+            )  # a prefill that was interrupted in its first chunk
+
         return (
             phase,
             str(tokens),
-            f"{mark.seconds:.2f}",
-            f"{divide(tokens, mark.seconds):.2f}",
+            compact(mark.seconds),
+            compact(divide(tokens, mark.seconds)) if tokens else "-",
             f"{cache.hit_rate:.1%}",
-            f"{divide(cache.misses, tokens):.1f}",
-            f"{divide(cache.bytes_read / 1e9, tokens):.3f}",
+            per_token(cache.misses, 1),
+            per_token(cache.bytes_read / 1e9, 3),
             f"{divide(cache.bytes_read / 1e9, mark.busy_seconds):.2f}",
             f"{cache.bytes_read / mark.seconds / speed:.2f}" if speed else "-",
             f"{divide(cache.wait_seconds, mark.seconds):.0%}",
@@ -219,6 +240,11 @@ def save_usage(loaded: LoadedModel, num_tokens: int) -> None:
 def divide(a: float, b: float) -> float:
     """a / b, 0 for b = 0."""
     return a / b if b else 0.0
+
+
+def compact(number: float) -> str:
+    """At most four digits before two decimals run out: 0.04, 12.35, 123.5, 12346."""
+    return f"{number:.{max(0, min(2, 4 - len(str(int(number)))))}f}"
 
 
 def check_report(settings: Settings) -> None:

@@ -1,12 +1,11 @@
 """run_mode: open the snapshot, announce what will run, run one mode. Used by every program that loads a model."""
 
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 
 from forward.finite import NonFinite
 from load.model import OpenedSnapshot, open_snapshot
-from machine.console import Terminal, say, say_warnings
+from machine.console import check_stdout, say, say_warnings, set_up_terminal
 from modes.report import check_report
 from settings import Settings
 from snapshot.folder import snapshot_name
@@ -21,8 +20,9 @@ def run_mode(program: str, settings: Settings, mode: Mode, open_for: Opener = op
 
     program: the name that begins the line of that error. open_for: opens the snapshot, planned for this mode.
     """
-    Terminal.has_bar = sys.stderr.isatty() and not settings.dumb
-    Terminal.is_shared = sys.stderr.isatty() and sys.stdout.isatty()
+    set_up_terminal(settings.dumb)
+    if settings.serve != "1":
+        check_stdout()
     for notice in settings.notices:
         say(notice)
     check_report(settings)

@@ -1,14 +1,12 @@
 """PROMPT: generate text. stdout gets the completion alone, token by token."""
 
-import sys
-
 from errors import Refused
 from forward.kv_cache import make_kv_cache
 from generate.decode import DecodeCounters, spec_decode
 from generate.draft import Drafter
 from generate.sampler import Sampler
 from load.model import OpenedSnapshot, load_model
-from machine.console import PrefillProgress, say
+from machine.console import PrefillProgress, say, write_answer
 from modes.report import RunReport, save_usage
 from settings import Settings
 from snapshot.config import ModelConfig
@@ -41,17 +39,18 @@ def run_text(settings: Settings, opened: OpenedSnapshot) -> int:
     try:
         for token in tokens:
             with model.profile.measure("text"):
-                write(stream.add_token(token))
+                write_answer(stream.add_token(token))
                 run.on_token(max_tokens)
     except KeyboardInterrupt as error:
         interrupt = error
+        run.interrupt(kv.length)
     finally:
-        write(stream.flush() + "\n")  # an error gets a line of its own
+        write_answer(stream.flush() + "\n")  # an error gets a line of its own
     run.end()
     why = "interrupted" if interrupt else stop_reason(run.counters, tokenizer, max_tokens, settings.ngen)
     say(f"[stop] {why}")
     save_usage(loaded, kv.length)
-    run.finish(settings, run.counters.tokens - 1, stop=why, seed=settings.seed)
+    run.finish(settings, max(0, run.counters.tokens - 1), stop=why, seed=settings.seed)
     if interrupt:
         raise interrupt
     return 0
@@ -85,10 +84,3 @@ def stop_reason(counters: DecodeCounters, tokenizer: TextTokenizer, max_tokens: 
     if counters.stop_id is not None:
         return f"stop token {tokenizer.decode([counters.stop_id])}"
     return f"NGEN={ngen} reached" if max_tokens == ngen else "CTX is full; raise CTX for more"
-
-
-def write(text: str) -> None:
-    """Write to stdout as UTF-8, whatever the locale says, at once."""
-    if text:
-        sys.stdout.buffer.write(text.encode("utf-8", "replace"))
-        sys.stdout.buffer.flush()

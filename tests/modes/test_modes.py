@@ -11,6 +11,7 @@ import pytest
 from settings import EMBEDDED_SNAPSHOT
 from tests.conftest import FIXTURES, ORACLES, read_json, write_fused
 from tests.support.forked import environment, forker, start_colibri
+from tests.support.screen import read_terminal
 
 
 def text_of(process):
@@ -234,18 +235,6 @@ def test_a_text_on_a_terminal_is_not_cut_by_the_heartbeat(run_colibri):
     assert process.wait(timeout=60) == 0
     out, err = text_of(run_colibri(**variables))
     assert out in shown and "[t=16 " not in shown and "[t=16 " in err and "[run]" in shown
-
-
-def read_terminal(primary):
-    """Everything that a pseudo-terminal showed until the program ended."""
-    shown = b""
-    try:
-        while data := os.read(primary, 4096):
-            shown += data
-    except OSError:  # the other end is closed: EIO on Linux
-        pass
-    os.close(primary)
-    return shown
 
 
 @pytest.mark.parametrize("variables", [{}, {"NO_COLOR": "1"}, {"TERM": "dumb"}], ids=["bar", "no-color", "dumb"])

@@ -24,6 +24,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 STREAMS = ("stdin", "stdout", "stderr")
+CLOSED = "closed"  # a stream as `2>&-` leaves it
 
 
 def environment(variables):
@@ -51,11 +52,12 @@ class ForkedProcess:
                 is_input = name == "stdin"
                 theirs.append(reading if is_input else writing)
                 ours[name] = os.fdopen(writing if is_input else reading, "wb" if is_input else "rb")
-            elif stream is None or stream == subprocess.DEVNULL:
+            elif stream in (None, CLOSED, subprocess.DEVNULL):
                 theirs.append(os.open(os.devnull, os.O_RDWR))
             else:
                 theirs.append(os.dup(stream if isinstance(stream, int) else stream.fileno()))
         self.stdin, self.stdout, self.stderr = (ours.get(name) for name in STREAMS)
+        request["closed"] = [number for number, name in enumerate(STREAMS) if streams.get(name) == CLOSED]
         self.status, status = os.pipe()  # brings the pid, then the exit code
         socket.send_fds(control, [json.dumps(request).encode()], [*theirs, status])
         for fd in (*theirs, status):
@@ -197,7 +199,7 @@ def watch(fds, request):
     os._exit(0)
 
 
-def run_main(streams, arguments, environ, cwd, module, terminal):
+def run_main(streams, arguments, environ, cwd, module, terminal, closed):
     """Run `main` of the module as its script would be run. Never returns."""
     code = 1
     try:
@@ -224,6 +226,9 @@ def run_main(streams, arguments, environ, cwd, module, terminal):
                 (2, "w", 1, "backslashreplace"),
             )
         )
+        for number in closed:
+            setattr(sys, STREAMS[number], None)
+            os.close(number)
         sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr
         code = importlib.import_module(module).main(arguments)
     except SystemExit as error:  # of argparse
@@ -231,11 +236,16 @@ def run_main(streams, arguments, environ, cwd, module, terminal):
     except BaseException:  # what the interpreter would do
         traceback.print_exc()
     try:
-        sys.stdout.flush()
+        if sys.stdout:
+            sys.stdout.flush()
     except OSError:  # as the interpreter does at its end, which itself takes a second with torch
         print("Exception ignored in: <stdout>", file=sys.stderr)
         code = 120
-    sys.stderr.flush()
+    try:
+        if sys.stderr:
+            sys.stderr.flush()
+    except OSError:
+        code = 120
     os._exit(code)
 
 
