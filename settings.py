@@ -131,6 +131,7 @@ class Settings:
     ctx: int = variable(Environ.whole, 0)  # max_model_len; 0 = 4096, or less if the model has fewer positions
     chat: bool = variable(Environ.flag, False)
     think: bool = variable(Environ.flag, False)
+    unsafe_sandbox: bool = variable(Environ.flag, False)  # run programs of the model where no walls can be built
     prefix: bool = variable(Environ.flag, True)
     temp: float = variable(Environ.temperature)
     nucleus: float = variable(Environ.number, 0.90, -1e9, 1e9)  # top_p

@@ -22,7 +22,7 @@ from machine.console import PrefillProgress, leave_line_open, say, show_sign, wr
 from machine.exit import Terminated
 from machine.memory import rss_bytes
 from modes.chat_history import ChatHistory
-from modes.chat_tools import NOTICE, make_tool
+from modes.chat_tools import make_tool, tools_notice
 from modes.report import divide, save_usage, say_loaded
 from modes.text import describe_sampler
 from settings import Settings
@@ -40,12 +40,12 @@ def run_chat(settings: Settings, opened: OpenedSnapshot, message: str | None = N
     history = ChatHistory(settings, opened.config, tokenizer, opened.context)
     # Before the weights are read: both may be refused.
     ids = None if message is None else history.add_question(message)
-    tools = [make_tool(tokenizer)] if settings.tools else []
+    tools = [make_tool(tokenizer, settings.unsafe_sandbox)] if settings.tools else []
     for notice in (history.prefix.notice, tokenizer.thinking_notice(settings.think)):
         if notice:
             say(notice)
     if tools:
-        say(NOTICE)
+        say(tools_notice(settings.unsafe_sandbox))
     loaded = load_model(settings, opened)
     say_loaded(loaded)
     chat = Chat(settings, loaded, tokenizer, tools)

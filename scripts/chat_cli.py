@@ -20,7 +20,7 @@ answer, the oldest turns are forgotten until the rest takes half of CTX: droppin
 prefill each time. A message that does not fit CTX by itself is refused.
 
 --tools lets the model call a calculator and python between <|python_start|> and <|python_end|> (modes/chat_tools.py); a
-model whose tokenizer lacks these markers is refused. Its programs run on this machine, limited but not isolated.
+model whose tokenizer lacks these markers is refused. Its programs run behind walls or not at all (docs/sandbox.md).
 
 Exit codes are those of colibri.py.
 """

@@ -1,26 +1,17 @@
-"""execute_code: run Python code that a model wrote in an interpreter of its own, with limits.
+"""execute_code: run Python code that a model wrote in an interpreter of its own, behind walls and with limits.
 
-This is NOT a security boundary. It stops accidents: endless loops, floods of output, memory leaks, processes left
-behind, a deleted working folder. Hostile code can
-- read and write every file that the user running this engine can; only the working folder is a temporary one;
-- get back every function that is removed here, through ctypes, posix or gc; no filter of system calls is set;
-- fill the drive with many files (each one is limited) and use the memory limit once per process;
-- attack the kernel, or measure what others do on the machine.
-For code that nobody vouches for, put the whole engine into a container or a virtual machine.
+docs/sandbox.md lists walls and limits, and what they do not hold. Where the walls cannot be built (not on Linux, or
+where the kernel lets this user make no namespaces, as in many containers) the code is refused, unless `unsafe` is set.
 
-What holds where:
-- everywhere: time, output, size of a file, no core dump, PATH alone in the environment (Python may add LC_CTYPE), no
-  stdin, none of the packages installed beside Python, a session of its own that is killed as a whole;
-- Linux: memory, no new privileges, no capabilities, and all descendants are killed, also those with a session of their
-  own;
-- Linux where the kernel lets this user make namespaces (many containers do not): no network, other processes cannot be
-  signalled, and at most 64 processes and threads. The last does not hold for root, whom the kernel never counts;
-- macOS: no limit of memory, network stays open, and a descendant that made its own session survives.
+Unsafe, this is no security boundary. It stops accidents: endless loops, floods of output, memory leaks, processes left
+behind. The code can read and write every file that the user of this engine can, and its environment, and reach the
+network. On macOS memory has no limit then, and a descendant that made its own session survives.
 
-generate/tools/sandbox_child.py is the script that the new interpreter runs.
+generate/tools/sandbox_child.py is the program of the new interpreter.
 """
 
 import contextlib
+import functools
 import math
 import os
 import selectors
@@ -29,17 +20,24 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from errors import Refused, show
-from generate.tools import sandbox_child
+from errors import Refused, reason, show
+from generate.tools import sandbox_child as child  # imported so that its bytecode is cached
 
 MAX_TIMEOUT = 86_400  # seconds
 GRACE = 5.0  # seconds for the keeper to kill everything, before it is killed itself
 BLOCK = 1 << 16
 INTERPRETER = (sys.executable, "-I", "-S", "-B", "-X", "utf8")  # isolated, without installed packages
+ROOT = str(Path(__file__).resolve().parents[2])
+PROGRAM = f"""\
+import sys
+sys.path.insert(0, {ROOT!r})
+from {child.__name__} import main
+del sys.path[0]
+main(*map(int, sys.argv[1:]))"""
 
 
 @dataclass(frozen=True)
@@ -51,27 +49,50 @@ class ExecutionResult:
     stderr: str
     error: str | None  # one line, None on success
     timeout: bool  # it was killed for using too much time
-    memory_exceeded: bool  # it failed, and a MemoryError is on stderr
+    memory_exceeded: bool  # it was killed for using too much memory, or it failed, and a MemoryError is on stderr
 
 
 def execute_code(
-    code: str, timeout: float = 5.0, memory_bytes: int | None = 256 << 20, output_bytes: int = 1 << 20
+    code: str,
+    timeout: float = 5.0,
+    memory_bytes: int | None = 256 << 20,
+    output_bytes: int = 1 << 20,
+    unsafe: bool = False,
 ) -> ExecutionResult:
     """Run the text `code` as a program -> ExecutionResult. Callable from any thread, by several at once.
 
     `timeout` is in seconds, of the clock and, rounded up and one more, of processor time for each process;
-    `memory_bytes` bounds the address space of each process, None for no bound; `output_bytes` is what is kept of
-    stdout, and of stderr. Refused where an argument makes no sense. See the module for what this does not protect from.
+    `memory_bytes` bounds the address space of each process and what all of them and their files take, None for no
+    bound; `output_bytes` is what is kept of stdout, and of stderr. `unsafe`: run it without walls where they cannot be
+    built. Refused where they cannot and it is not set, and where an argument makes no sense.
     """
     check_arguments(code, timeout, memory_bytes, output_bytes)
-    stdout, stderr = Capture(output_bytes), Capture(output_bytes)
-    folder = tempfile.mkdtemp(prefix="execute_code_")
-    try:
-        Path(folder, sandbox_child.CODE_FILE).write_bytes(code.encode("utf-8", "surrogatepass"))
-        exit_code, in_time = run_interpreter(folder, timeout, memory_bytes, stdout, stderr)
-    finally:
-        remove_folder(folder)
-    return result_of(exit_code, in_time, timeout, stdout.text(), stderr.text())
+    has_walls = not unsafe or missing_wall() is None
+    run = InterpreterRun(code, timeout, memory_bytes or 0, output_bytes, has_walls)
+    if has_walls:
+        run.start("/")
+    else:
+        with temporary_folder() as folder:
+            run.start(folder)
+    return run.result()
+
+
+@functools.cache
+def missing_wall() -> str | None:
+    """Tried once by running nothing -> why the walls cannot be built here, or None."""
+    run = InterpreterRun("", 60.0, 0, 1000, has_walls=True)
+    run.start("/")
+    return run.refusal()
+
+
+def describe_walls(unsafe: bool) -> str:
+    """What holds on this machine, in one line."""
+    missing = missing_wall()
+    if missing is None:
+        return "programs see no files, network or processes of this machine and make few system calls (docs/sandbox.md)"
+    if unsafe:
+        return f"programs run with limits of time and memory but WITHOUT walls: UNSAFE_SANDBOX=1, {missing}"
+    return f"programs are refused: {missing}; UNSAFE_SANDBOX=1 runs them without walls (docs/sandbox.md)"
 
 
 def check_arguments(code: object, timeout: object, memory_bytes: object, output_bytes: object) -> None:
@@ -85,19 +106,97 @@ def check_arguments(code: object, timeout: object, memory_bytes: object, output_
         raise Refused(f"output_bytes={show(output_bytes)} must be a number of bytes above 0")
 
 
-def result_of(exit_code: int, in_time: bool, timeout: float, stdout: str, stderr: str) -> ExecutionResult:
+class InterpreterRun:
+    """One interpreter and what came out of it."""
+
+    def __init__(self, code: str, timeout: float, memory_bytes: int, output_bytes: int, has_walls: bool) -> None:
+        self.code = code
+        self.timeout = timeout
+        self.memory_bytes = memory_bytes
+        self.has_walls = has_walls
+        self.stdout, self.stderr = Capture(output_bytes), Capture(output_bytes)
+        self.status = Capture(1000)  # lines of sandbox_child.tell
+        self.in_time = False
+
+    def start(self, folder: str) -> None:
+        """Run the code to its end, `folder` being where an interpreter without walls works."""
+        deadline = time.monotonic() + self.timeout
+        status, status_end = os.pipe()
+        limits = (self.memory_bytes, math.ceil(self.timeout) + 1)
+        with open(status, "rb") as status_stream, selectors.DefaultSelector() as selector:
+            try:
+                process = subprocess.Popen(
+                    [*INTERPRETER, "-c", PROGRAM, *map(str, (*limits, os.getpid(), status_end, int(self.has_walls)))],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    pass_fds=(status_end,),
+                    cwd=folder,
+                    env={"PATH": os.defpath},
+                    start_new_session=True,
+                )
+            finally:
+                os.close(status_end)
+            with process:
+                for stream, capture in ((process.stdout, self.stdout), (process.stderr, self.stderr)):
+                    assert stream
+                    selector.register(stream, selectors.EVENT_READ, capture)
+                selector.register(status_stream, selectors.EVENT_READ, self.status)
+                try:
+                    send(process, self.code)
+                    self.in_time = read_streams(selector, deadline)
+                finally:  # on an interrupt of the engine too
+                    if not self.in_time:
+                        process.terminate()  # the keeper kills all the others, then ends
+                        if not read_streams(selector, time.monotonic() + GRACE):
+                            process.kill()
+
+    def refusal(self) -> str | None:
+        """Why the walls could not be built. The code was not run then."""
+        return self.told("refused")
+
+    def told(self, word: str) -> str | None:
+        lines = (line.partition(" ") for line in self.status.text().splitlines())
+        return next((rest for name, _, rest in lines if name == word), None)
+
+    def result(self) -> ExecutionResult:
+        missing = self.refusal()
+        if missing is not None:
+            raise Refused(
+                f"programs of the model are not run: {missing}; UNSAFE_SANDBOX=1 runs them without walls "
+                "(docs/sandbox.md)"
+            )
+        ended = self.told("ended")
+        exit_code = -signal.SIGKILL if ended is None else os.waitstatus_to_exitcode(int(ended))
+        too_much = self.told("memory") is not None
+        return result_of(exit_code, self.in_time, self.timeout, self.stdout.text(), self.stderr.text(), too_much)
+
+
+def send(process: "subprocess.Popen[bytes]", code: str) -> None:
+    """The keeper reads all of it before it does anything else."""
+    assert process.stdin
+    with contextlib.suppress(BrokenPipeError), process.stdin as stream:
+        stream.write(code.encode("utf-8", "surrogatepass"))
+
+
+def result_of(
+    exit_code: int, in_time: bool, timeout: float, stdout: str, stderr: str, too_much_memory: bool = False
+) -> ExecutionResult:
     """`exit_code` as subprocess gives it: minus the signal for a process that was killed."""
     late = not in_time or exit_code == -signal.SIGXCPU
     success = exit_code == 0 and not late
-    last = stderr.rstrip().rpartition("\n")[2].strip()
-    error = f"Execution timed out after {timeout:g} s" if late else last or "Execution failed"
+    error = stderr.rstrip().rpartition("\n")[2].strip() or "Execution failed"
+    if late:
+        error = f"Execution timed out after {timeout:g} s"
+    elif too_much_memory:
+        error = "MemoryError: all processes and files together"
     return ExecutionResult(
         success=success,
         stdout=stdout,
         stderr=stderr,
         error=None if success else error,
         timeout=late,
-        memory_exceeded=not success and "MemoryError" in stderr,
+        memory_exceeded=too_much_memory or (not success and "MemoryError" in stderr),
     )
 
 
@@ -122,35 +221,6 @@ class Capture:
         return bytes(self.begin + cut + self.end).decode("utf-8", "replace")
 
 
-def run_interpreter(
-    folder: str, timeout: float, memory_bytes: int | None, stdout: Capture, stderr: Capture
-) -> tuple[int, bool]:
-    """Run the code file in `folder`, output into the Captures -> exit code, and whether it ended in time."""
-    deadline = time.monotonic() + timeout
-    process = subprocess.Popen(
-        [*INTERPRETER, sandbox_child.__file__, str(memory_bytes or 0), str(math.ceil(timeout) + 1)],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        cwd=folder,
-        env={"PATH": os.defpath},
-        start_new_session=True,
-    )
-    assert process.stdout and process.stderr
-    with process, selectors.DefaultSelector() as selector:
-        selector.register(process.stdout, selectors.EVENT_READ, stdout)
-        selector.register(process.stderr, selectors.EVENT_READ, stderr)
-        in_time = False
-        try:
-            in_time = read_streams(selector, deadline)
-        finally:  # on an interrupt of the engine too
-            if not in_time:
-                process.terminate()  # the keeper kills all the others, then ends
-                if not read_streams(selector, time.monotonic() + GRACE):
-                    process.kill()
-    return process.returncode, in_time
-
-
 def read_streams(selector: selectors.BaseSelector, deadline: float) -> bool:
     """Read until every stream is closed, which it is when the keeper has ended -> whether that was in time."""
     while selector.get_map():
@@ -163,6 +233,18 @@ def read_streams(selector: selectors.BaseSelector, deadline: float) -> bool:
             if not block:
                 selector.unregister(key.fileobj)
     return True
+
+
+@contextlib.contextmanager
+def temporary_folder() -> Iterator[str]:
+    try:
+        folder = tempfile.mkdtemp(prefix="execute_code_")
+    except OSError as error:
+        raise Refused(f"no folder for programs of the model: {reason(error)}; set TMPDIR to one") from None
+    try:
+        yield folder
+    finally:
+        remove_folder(folder)
 
 
 def remove_folder(folder: str) -> None:

@@ -6,12 +6,14 @@ import shutil
 import pytest
 
 import colibri
+from generate.tools.sandbox import describe_walls, missing_wall
 from modes.chat import Chat, StopKey
 from modes.chat_history import ChatHistory
-from modes.chat_tools import MARKERS, MAX_OUTPUT, make_tool, run_block
+from modes.chat_tools import MARKERS, MAX_OUTPUT, make_tool, run_block, tools_notice
 from scripts import chat_cli
 from settings import EMBEDDED_SNAPSHOT, Settings
 from snapshot.config_file import read_config
+from tests.support.sandbox import linux, without_namespaces
 from text.tokenizer import TextTokenizer
 
 TOKENIZER = TextTokenizer(EMBEDDED_SNAPSHOT, read_config(EMBEDDED_SNAPSHOT)[0])
@@ -35,7 +37,7 @@ def start_chat(load, tools=True, **variables):
     loaded = load(EMBEDDED_SNAPSHOT, **variables)
     settings = Settings.read([], {name: str(value) for name, value in variables.items()})
     history = ChatHistory(settings, loaded.config, TOKENIZER, loaded.context)
-    return Chat(settings, loaded, TOKENIZER, [make_tool(TOKENIZER)] if tools else []), history
+    return Chat(settings, loaded, TOKENIZER, [make_tool(TOKENIZER, unsafe=True)] if tools else []), history
 
 
 def scripted_answer(chat, history, block, output, tail="so it is"):
@@ -90,12 +92,32 @@ def test_a_program_that_prints_nothing_forces_nothing(load):
     ],
 )
 def test_a_block_is_calculated_or_executed(code, output):
-    assert run_block(code) == output
+    assert run_block(code, unsafe=True) == output
 
 
 def test_errors_and_long_outputs_are_short():
-    assert "ZeroDivisionError" in run_block("print('before')\n1 / 0") and "before" in run_block("print('before')\n1/0")
-    assert len(run_block("print('x' * 100_000)")) == MAX_OUTPUT
+    output = run_block("print('before')\n1 / 0", unsafe=True)
+    assert "ZeroDivisionError" in output and "before" in output
+    assert len(run_block("print('x' * 100_000)", unsafe=True)) == MAX_OUTPUT
+
+
+@linux
+def test_where_no_walls_can_be_built_programs_are_refused_and_the_calculator_answers():
+    """Seen: where the kernel makes no namespaces, code read a secret of the engine's environment and reached the
+    network."""
+    assert without_namespaces(lambda: run_block("17 * 23")) == "391"
+    refusal = "programs of the model are not run: unshare: Operation not permitted; UNSAFE_SANDBOX=1 runs them without"
+    assert without_namespaces(lambda: run_block("print(1)")).startswith(refusal)
+    assert without_namespaces(lambda: run_block("print(1)", unsafe=True)) == "1"
+
+
+@linux
+@pytest.mark.parametrize(
+    ("unsafe", "said"),
+    [(False, "programs are refused: unshare: "), (True, "but WITHOUT walls: UNSAFE_SANDBOX=1, unshare: ")],
+)
+def test_the_chat_says_that_walls_are_missing(unsafe, said):
+    assert said in without_namespaces(lambda: tools_notice(unsafe))
 
 
 def test_a_tokenizer_without_the_markers_is_refused_before_any_weight_is_read(tmp_path, monkeypatch, capfd):
@@ -114,12 +136,15 @@ def test_a_tokenizer_without_the_markers_is_refused_before_any_weight_is_read(tm
     assert make_tool(TOKENIZER).start == START
 
 
-def test_the_chat_says_that_programs_run_here(monkeypatch, capfd):
+def test_the_chat_says_what_walls_programs_have(monkeypatch, capfd):
     monkeypatch.setattr("signal.signal", lambda *rest: None)
     for name, value in {"NGEN": 2, "TEMP": 0, "USAGE": 0}.items():
         monkeypatch.setenv(name, str(value))
     assert chat_cli.main(["--tools", "--prompt", "x"]) == 0
-    assert "[chat] tools: calculator and python; programs of the model run on this machine" in capfd.readouterr().err
+    said = f"[chat] tools: calculator and python; {describe_walls(unsafe=False)}\n"
+    assert said in capfd.readouterr().err
+    if missing_wall() is None:
+        assert "programs see no files, network or processes of this machine" in said
 
 
 @pytest.mark.parametrize("variables", [{"PROMPT": "x"}, {"PROMPT": "x", "CHAT": 1}, {"CHAT": 1}, {"TF": 1}])
