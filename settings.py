@@ -142,7 +142,7 @@ class Settings:
     topk: int = variable(Environ.whole, 0, 0, 65536)  # active experts of a token; 0 = as config.json says
     topp: float = variable(Environ.number, 0.0, 0.0, 1.0)  # share of the router scores to keep; 0 = all
     exact: bool = variable(Environ.flag, False)  # activations stay float32 where weights are integers
-    kv_dtype: str = variable(Environ.one_of, ("f32", "bf16"), "f32")
+    kv_dtype: str = variable(Environ.one_of, ("f32", "bf16", "int8"), "f32")
     kernels: str | None = variable(Environ.one_of, KERNELS, None)  # None = the best for this processor
     threads: int = variable(Environ.whole, 0, 0, 256)  # 0 = as many as the process may keep busy
     read_mode: str = variable(Environ.one_of, ("auto", "direct", "buffered"), "auto")  # of experts

@@ -10,7 +10,7 @@ from dataclasses import fields, is_dataclass
 from torch import Tensor
 
 from experts.disk import ExpertLayout
-from forward.kv_cache import kv_dtype
+from forward.kv_cache import position_bytes
 from kernels.formats import integer_format
 from kernels.weight import Weight, packed_bytes
 from snapshot.config import ModelConfig
@@ -111,16 +111,14 @@ def prefill_flops(config: ModelConfig, num_tokens: int, has_indexer: bool = True
 
 def kv_bytes_per_token(config: ModelConfig, has_indexer: bool = True) -> int:
     """Bytes of the KV cache that a token takes, without the MTP layer."""
-    width = config.num_layers * sum(config.kv_widths) + num_indexers(config, has_indexer) * config.index_head_dim
-    return kv_dtype(config).itemsize * width
+    return position_bytes(config, config.num_layers, num_indexers(config, has_indexer))
 
 
 def kv_bytes_read(config: ModelConfig, context: int, has_indexer: bool = True) -> int:
     """Bytes of the KV cache that a decode step reads for one sequence at `context` positions."""
-    keys = attended_positions(config, context, has_indexer) * sum(config.kv_widths)
+    keys = attended_positions(config, context, has_indexer) * position_bytes(config, 1, 0)
     is_selecting = selects(config, context, has_indexer)
-    index_keys = num_indexers(config) * context * config.index_head_dim if is_selecting else 0
-    return kv_dtype(config).itemsize * (keys + index_keys)
+    return keys + (context * position_bytes(config, 0, num_indexers(config)) if is_selecting else 0)
 
 
 def weight_bytes(part: object) -> int:

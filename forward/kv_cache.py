@@ -1,7 +1,7 @@
 """KV cache of one sequence: latents and rotated keys (MLA) or keys and values (GQA) of its tokens, for every layer.
 
-float32, or bfloat16 rounded half to even when it is written (config.kv_dtype). Pages cost memory only once written, so
-a large capacity is cheap.
+float32, or rounded when it is written to bfloat16 or to int8 in groups of 64 columns (config.kv_dtype). Pages cost
+memory only once written, so a large capacity is cheap.
 
 L decoder layers and after them the multi-token prediction (MTP) layer, C capacity in positions, T new positions, S all
 positions up to the last new one.
@@ -12,7 +12,11 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from kernels.dispatch import quantize_kv
+from kernels.kv_rows import Int8Rows, KvRows, int8_row_bytes
 from snapshot.config import ModelConfig
+
+KV_DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}
 
 
 class KvCache:
@@ -28,23 +32,38 @@ class KvCache:
         self.length = 0
         self.mtp_base = 0
         self.mtp_length = 0
-        # All that is kept, each [layers, C, width].
-        self.tensors = [self._allocate(config.num_layers + 1, width) for width in config.kv_widths]
+        # All that is kept, each [layers, C, width]; with int8 rows of bytes.
+        self.tensors = [self._allocate(config.num_layers + 1, width, kv_heads(config)) for width in config.kv_widths]
 
-    def _allocate(self, num_layers: int, width: int) -> Tensor:
-        return torch.empty(num_layers, self.capacity, width, dtype=kv_dtype(self.config))
+    def _allocate(self, num_layers: int, width: int, num_heads: int) -> Tensor:
+        dtype, stored = KV_DTYPES[self.config.kv_dtype], stored_width(self.config, width, num_heads)
+        return torch.empty(num_layers, self.capacity, stored, dtype=dtype)
 
-    def append(self, layer: int, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    def append(self, layer: int, first: Tensor, second: Tensor) -> tuple[KvRows, KvRows]:
         """New latents and rotated keys, or keys and values, [T, width] -> those of all positions, [S, width]."""
-        one, other = self.tensors[:2]
-        return self._append(one[layer], layer, first), self._append(other[layer], layer, second)
+        (one, other), num_heads = self.tensors[:2], kv_heads(self.config)
+        return (
+            self._append(one[layer], layer, first, num_heads),
+            self._append(other[layer], layer, second, num_heads),
+        )
 
-    def _append(self, store: Tensor, layer: int, rows: Tensor) -> Tensor:
-        """rows [T, width] -> store [C, width] of the layer up to them, [S, width]."""
+    def _append(self, store: Tensor, layer: int, rows: Tensor, num_heads: int) -> KvRows:
+        """rows [T, width] -> store [C, width] of the layer up to them, [S, width], or as int8 those of each head."""
         start = self.length if layer < self.config.num_layers else self.mtp_length
         end = start + len(rows)
-        store[start:end] = rows
-        return store[:end]
+        if store.dtype != torch.uint8:
+            store[start:end] = rows
+            return store[:end]
+        quantize_kv(rows, num_heads, store[start:end])
+        return Int8Rows(store[:end], rows.shape[1] // num_heads)
+
+    def floats(self, at: int, rows: Tensor) -> Tensor:
+        """Rows [T, width] of tensors[at] as float32."""
+        if rows.dtype != torch.uint8:
+            return rows.float()
+        num_heads = kv_heads(self.config) if at < 2 else 1
+        width = (*self.config.kv_widths, self.config.index_head_dim)[at] // num_heads
+        return Int8Rows(rows, width).heads(num_heads).float()
 
     @property
     def room(self) -> int:
@@ -90,12 +109,12 @@ class MlaKvCache(KvCache):
         super().__init__(config, capacity)
         self.latents, self.rope_keys = self.tensors  # [L + 1, C, kv_lora_rank], [L + 1, C, rope_head_dim]
         self.index_rows = {layer: row for row, layer in enumerate(index_layers(config))}
-        self.index_keys = self._allocate(len(self.index_rows), config.index_head_dim)  # [their number, C, width]
+        self.index_keys = self._allocate(len(self.index_rows), config.index_head_dim, 1)  # [their number, C, width]
         self.tensors.append(self.index_keys)
 
-    def append_index(self, layer: int, keys: Tensor) -> Tensor:
+    def append_index(self, layer: int, keys: Tensor) -> KvRows:
         """keys [T, index_head_dim] of new positions -> [S, index_head_dim]."""
-        return self._append(self.index_keys[self.index_rows[layer]], layer, keys)
+        return self._append(self.index_keys[self.index_rows[layer]], layer, keys, 1)
 
 
 class GqaKvCache(KvCache):
@@ -114,12 +133,24 @@ def make_kv_cache(config: ModelConfig, capacity: int) -> KvCache:
 
 def kv_cache_bytes(config: ModelConfig, capacity: int) -> int:
     """Memory of a cache of that capacity once every position is written."""
-    width = (config.num_layers + 1) * sum(config.kv_widths) + len(index_layers(config)) * config.index_head_dim
-    return kv_dtype(config).itemsize * capacity * width
+    return capacity * position_bytes(config, config.num_layers + 1, len(index_layers(config)))
 
 
-def kv_dtype(config: ModelConfig) -> torch.dtype:
-    return torch.bfloat16 if config.kv_dtype == "bf16" else torch.float32
+def position_bytes(config: ModelConfig, num_layers: int, num_indexers: int) -> int:
+    """Bytes of a position in `num_layers` layers, of which `num_indexers` keep index keys."""
+    layer = sum(stored_width(config, width, kv_heads(config)) for width in config.kv_widths)
+    width = num_layers * layer + num_indexers * stored_width(config, config.index_head_dim, 1)
+    return KV_DTYPES[config.kv_dtype].itemsize * width
+
+
+def stored_width(config: ModelConfig, width: int, num_heads: int) -> int:
+    """Elements that a row of `width` columns takes in the cache."""
+    return num_heads * int8_row_bytes(width // num_heads) if config.kv_dtype == "int8" else width
+
+
+def kv_heads(config: ModelConfig) -> int:
+    """Heads whose keys and values lie side by side in a row: one for all with MLA."""
+    return 1 if config.attention == "mla" else config.num_kv_heads
 
 
 def index_layers(config: ModelConfig) -> list[int]:

@@ -41,7 +41,7 @@ def scratch_bytes(config: ModelConfig, chunk_rows: int, capacity: int, is_native
     kv_b = c.num_heads * (c.nope_head_dim + c.v_head_dim) * c.kv_lora_rank
     blocks = 3 * max(indexer.BLOCK_BYTES, BLOCK_BYTES) if is_mla else row_scores
     full_scores = 16 * rows * c.num_heads * capacity  # small models never reach the block size
-    # A layer's KV cache in bfloat16 is converted to float32 before use.
-    converted = capacity * max(sum(c.kv_widths), c.index_head_dim) if c.kv_dtype == "bf16" else 0
+    # A layer's KV cache in fewer bits is converted to float32 before use.
+    converted = capacity * max(sum(c.kv_widths), c.index_head_dim) if c.kv_dtype != "f32" else 0
     dequantized = min(2 * DEQUANTIZE_BYTES, 8 * c.vocab_size * c.hidden_size)
     return common + 4 * (kv_b + converted) + min(blocks, full_scores) + dequantized

@@ -26,11 +26,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
+import torch
 from torch import Tensor
 
 from errors import Refused, shorten
 from experts.usage import file_sizes, identify
-from forward.kv_cache import KvCache
+from forward.kv_cache import KV_DTYPES, KvCache, position_bytes
 from kernels.dispatch import all_finite
 from load.model import LoadedModel
 from machine.files import atomic_write
@@ -81,14 +82,14 @@ class KvFileStore:
         config = loaded.config
         self.config, self.context, self.say = config, loaded.context, say
         self.num_index = sum(map(config.has_own_indexer, range(config.num_layers))) if loaded.dense.has_indexer else 0
-        self.row_bytes = 4 * (config.num_layers * sum(config.kv_widths) + self.num_index * config.index_head_dim)
+        self.row_bytes = position_bytes(config, config.num_layers, self.num_index)
         shapes, self.weights = identify_weights(loaded)
         self.folder = cache / "conversations" / shapes
         self.header = {
             "kv": VERSION,
             "weights": self.weights,
             "precision": {
-                "kv": "float32",
+                "kv": str(KV_DTYPES[config.kv_dtype]).removeprefix("torch."),
                 "exact": loaded.model.experts.exact,
                 "lossy": list(loaded.lossy),
                 "kernels": "reference" if "plain torch" in loaded.kernels else "native",  # all of which are the same
@@ -185,7 +186,7 @@ class KvFileStore:
             self.say(f"[KV] conversation {shorten(name)} cannot be read ({error})")
         self.known[name] = saved if saved and saved.ids else None
         ids = saved.ids if saved else []
-        if not all(all_finite(rows) for rows in self.saved_rows(kv, 0, len(ids))):
+        if not all(all_finite(kv.floats(at, rows)) for at, rows in self.stored_rows(kv, 0, len(ids))):
             self.say(f"[KV] conversation {shorten(name)} starts empty: numbers in it are not finite")
             self.known[name], ids = None, []
         kv.advance(len(ids))
@@ -197,20 +198,20 @@ class KvFileStore:
         """Read the rows of a record to their places in a KV cache -> the digest that the record should have."""
         digest = saved.start_digest(record.first, record.ids)
         file.seek(saved.size + BOUNDS.size + 4 * len(record.ids))
-        for rows in self.saved_rows(kv, record.first, record.first + len(record.ids)):
+        for _, rows in self.stored_rows(kv, record.first, record.first + len(record.ids)):
             view = as_bytes(rows)
             if file.readinto(view) < len(view):  # type: ignore[attr-defined]  # of every file opened to read bytes
                 return None
             digest.update(view)
         return digest.digest()
 
-    def saved_rows(self, kv: KvCache, first: int, end: int) -> Iterator[Tensor]:
-        """The part that a file keeps of positions first .. end, as views [end - first, width], each contiguous."""
+    def stored_rows(self, kv: KvCache, first: int, end: int) -> Iterator[tuple[int, Tensor]]:
+        """The part that a file keeps of positions first .. end: (index in kv.tensors, view [end - first, width])."""
         if first == end:
             return
         layers = self.config.num_layers, self.config.num_layers, self.num_index  # without the MTP layer
-        for tensor, num_layers in zip(kv.tensors, layers, strict=False):  # GQA has no index keys
-            yield from (tensor[layer, first:end] for layer in range(num_layers))
+        for at, (tensor, num_layers) in enumerate(zip(kv.tensors, layers, strict=False)):  # GQA has no index keys
+            yield from ((at, tensor[layer, first:end]) for layer in range(num_layers))
 
     # --- writing ---
 
@@ -258,7 +259,7 @@ class KvFileStore:
         new = ids[first:]
         digest = saved.start_digest(first, new)
         file.write(BOUNDS.pack(first, len(new)) + struct.pack(f"<{len(new)}I", *new))
-        for rows in self.saved_rows(kv, first, len(ids)):
+        for _, rows in self.stored_rows(kv, first, len(ids)):
             view = as_bytes(rows)
             digest.update(view)
             file.write(view)
@@ -267,7 +268,7 @@ class KvFileStore:
 
 
 def as_bytes(rows: Tensor) -> memoryview:
-    return memoryview(rows.numpy()).cast("B")  # type: ignore[arg-type]  # an array is a buffer
+    return memoryview(rows.view(torch.uint8).numpy()).cast("B")  # type: ignore[arg-type]  # an array is a buffer
 
 
 def open_kv_file(path: Path) -> BinaryIO:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels.kv_rows import KvRows
 from kernels.reference import ClampedSwiGlu, ExpertMatrices
 from kernels.structs import CALLS, READ_MEMORY, STRUCTS, packer
 from kernels.weight import Weight
@@ -24,7 +25,7 @@ KINDS = {"f32": 0, "bf16": 1, "f16": 2, "fp8-b128": 3, "mxfp4": 4}
 INTEGER_KINDS = {8: 5, 4: 6, 3: 7, 2: 8}
 SCALE_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.uint8: 3}
 OUT_OF_MEMORY = "the C kernels could not allocate memory"
-KV_KINDS = {torch.float32: 0, torch.bfloat16: 1}
+KV_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 5}
 
 
 def struct_of(weight: Weight) -> Any:
@@ -172,12 +173,17 @@ class Native:
         self.run.add_weighted(*pointers, *outputs.shape)
         return out
 
+    def quantize_kv(self, rows: Tensor, num_heads: int, out: Tensor) -> None:
+        rows = rows.contiguous()
+        T, width = rows.shape
+        self.run.quantize_kv(rows.data_ptr(), out.data_ptr(), T * num_heads, width // num_heads)
+
     def absorbed_attention(
         self,
         queries: Tensor,
         kv_b: Weight,
-        latents: Tensor,
-        rope_keys: Tensor,
+        latents: KvRows,
+        rope_keys: KvRows,
         position: int,
         selection: Tensor | None,
         value_dim: int,
@@ -196,8 +202,8 @@ class Native:
     def grouped_attention(
         self,
         queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
+        keys: KvRows,
+        values: KvRows,
         position: int,
         window: int = 0,
         sinks: Tensor | None = None,
@@ -210,7 +216,7 @@ class Native:
         self.run.gqa(*pointers, T, position, window, H, G, D, V, scale, KV_KINDS[keys.dtype])
         return out
 
-    def index_scores(self, queries: Tensor, head_weights: Tensor, keys: Tensor) -> Tensor:
+    def index_scores(self, queries: Tensor, head_weights: Tensor, keys: KvRows) -> Tensor:
         queries, head_weights = queries.contiguous(), head_weights.contiguous()
         out = torch.empty(len(queries), len(keys))
         pointers = queries.data_ptr(), head_weights.data_ptr(), keys.data_ptr(), out.data_ptr()

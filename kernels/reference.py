@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.formats import GROUP
+from kernels.kv_rows import quantize_kv  # noqa: F401
 from kernels.reference_attention import (  # noqa: F401
     absorbed_attention,
     grouped_attention,

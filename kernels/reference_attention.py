@@ -7,6 +7,7 @@ width.
 import torch
 from torch import Tensor
 
+from kernels.kv_rows import Int8Rows, KvRows
 from kernels.weight import Weight
 
 # Limit of the scores, or gathered latents, of one block of token rows of attention.
@@ -41,10 +42,10 @@ def top_k_positions(scores: Tensor, first: int, topk: int) -> Tensor:
     return selected.masked_fill_((selected > own) | bad, -1)
 
 
-def index_scores(queries: Tensor, head_weights: Tensor, keys: Tensor) -> Tensor:
+def index_scores(queries: Tensor, head_weights: Tensor, keys: KvRows) -> Tensor:
     """Scores of the lightning indexer (DSA): sum over heads of weight * relu(query . key).
 
-    queries [T, H, D], head_weights [T, H] (already scaled), keys [S, D], float32 or bfloat16 -> [T, S].
+    queries [T, H, D], head_weights [T, H] (already scaled), keys [S, D], float32, bfloat16 or int8 -> [T, S].
     """
     T, H, D = queries.shape
     scores = (queries.reshape(T * H, D) @ keys.float().T).relu_().view(T, H, -1) * D**-0.5
@@ -54,8 +55,8 @@ def index_scores(queries: Tensor, head_weights: Tensor, keys: Tensor) -> Tensor:
 def absorbed_attention(
     queries: Tensor,
     kv_b: Weight,
-    latents: Tensor,
-    rope_keys: Tensor,
+    latents: KvRows,
+    rope_keys: KvRows,
     position: int,
     selection: Tensor | None,
     value_dim: int,
@@ -64,9 +65,9 @@ def absorbed_attention(
     """Absorbed MLA (multi-head latent attention) of T new rows of one sequence over the cached latents.
 
     queries [T, H, N + R], RoPE applied; kv_b Weight [H * (N + V), L], for each head N key rows and V value rows;
-    latents [S, L] and rope_keys [S, R] of all positions, the new ones included, float32 or bfloat16. Row t is position
-    `position` + t and attends to the positions up to its own, or to those of selection [T, K] (ascending, -1 where
-    there are fewer). -> [T, H, V], float32.
+    latents [S, L] and rope_keys [S, R] of all positions, the new ones included, float32, bfloat16 or int8. Row t is
+    position `position` + t and attends to the positions up to its own, or to those of selection [T, K] (ascending, -1
+    where there are fewer). -> [T, H, V], float32.
     q . (Wk l) = (q Wk) . l, and sum p Wv l = Wv sum p l: one key for all heads.
     """
     T, H = queries.shape[:2]
@@ -76,6 +77,7 @@ def absorbed_attention(
     q_latent = torch.einsum("thn,hnl->thl", queries[..., :N], weights[:, :N])
     num_keys = len(latents) if selection is None else selection.shape[1]
     row_floats = H * num_keys if selection is None else num_keys * (L + R + H)
+    latents, rope_keys = (rows.float() if isinstance(rows, Int8Rows) else rows for rows in (latents, rope_keys))
     step, mixed = max(1, BLOCK_BYTES // (4 * row_floats)), torch.empty_like(q_latent)
     if selection is None:
         latents, rope_keys = latents.float(), rope_keys.float()
@@ -106,8 +108,8 @@ def latent_attention(
 
 def grouped_attention(
     queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
+    keys: KvRows,
+    values: KvRows,
     position: int,
     window: int = 0,
     sinks: Tensor | None = None,
@@ -115,7 +117,8 @@ def grouped_attention(
 ) -> Tensor:
     """Grouped-query attention (GQA) of T new rows of one sequence: G key-value heads, each of H / G query heads.
 
-    queries [T, H, D]; keys [S, G, D] and values [S, G, V] of all positions, the new ones included, float32 or bfloat16.
+    queries [T, H, D]; keys [S, G, D] and values [S, G, V] of all positions, the new ones included, float32, bfloat16 or
+    int8.
     Row t is position `position` + t and attends to the positions up to its own; window > 0: a sliding window of the
     last `window` of them. sinks [H]: attention sinks, one more score of each head in the softmax. -> [T, H, V].
 
@@ -123,6 +126,7 @@ def grouped_attention(
     """
     T, H, D = queries.shape
     G, V = values.shape[1:]
+    keys, values = (rows.float() if isinstance(rows, Int8Rows) else rows for rows in (keys, values))
     keys, values, out = keys.permute(1, 2, 0), values.transpose(0, 1), torch.empty(T, H, V)
     queries = queries.reshape(T, G, H // G, D) * scale
     for t in range(T):

@@ -28,8 +28,10 @@ def lossy_options(
     if 0 < settings.topp < 1:
         option = f"TOPP={settings.topp:g}"
         yield option, f"{option}: a token's weakest experts beyond that share of its router scores are dropped"
-    if settings.kv_dtype == "bf16":
-        yield "KV_DTYPE=bf16", "KV_DTYPE=bf16: the KV cache is rounded to bfloat16, in half the memory"
+    if settings.kv_dtype != "f32":
+        kept = {"bf16": "bfloat16, in half the memory", "int8": "8 bits in groups of 64, in a quarter of the memory"}
+        option = f"KV_DTYPE={settings.kv_dtype}"
+        yield option, f"{option}: the KV cache is rounded to {kept[settings.kv_dtype]}"
 
 
 def format_notices(settings: Settings, dense: DenseTensors, disk: ExpertDisk) -> Iterator[str]:

@@ -62,7 +62,7 @@ class ModelConfig:
     swiglu_limit: float = 0.0
     swiglu_alpha: float = 0.0
     # Lossy options of the user, not of config.json. expert_mass: of the top-k keep the fewest experts whose scores
-    # reach this share of their sum; 0 keeps all. kv_dtype: how the KV cache is stored, f32 or bf16.
+    # reach this share of their sum; 0 keeps all. kv_dtype: how the KV cache is stored, f32, bf16 or int8.
     expert_mass: float = 0.0
     kv_dtype: str = "f32"
     notices: tuple[str, ...] = field(default=(), compare=False)  # where keys of config.json disagree, and which counts

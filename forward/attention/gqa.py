@@ -11,13 +11,14 @@ from torch import Tensor
 from forward.chunk import Chunk
 from forward.kv_cache import GqaKvCache
 from kernels.dispatch import apply_rope, grouped_attention, linear, rms_norm
+from kernels.kv_rows import Int8Rows, KvRows
 from snapshot.config import ModelConfig
 from snapshot.weights import GqaWeights
 
 
 def gqa(config: ModelConfig, layer: int, weights: GqaWeights, x: Tensor, chunk: Chunk[GqaKvCache]) -> Tensor:
     """x [T, D] (normed) -> [T, D]. Appends keys and values to the KV cache of each sequence."""
-    H, G, K, V = config.num_heads, config.num_kv_heads, config.qk_head_dim, config.v_head_dim
+    H, G, K = config.num_heads, config.num_kv_heads, config.qk_head_dim
     queries = linear(x, weights.q, weights.q_bias)  # [T, H * K]
     keys = linear(x, weights.k, weights.k_bias)  # [T, G * K]
     values = linear(x, weights.v, weights.v_bias)  # [T, G * V]
@@ -33,11 +34,16 @@ def gqa(config: ModelConfig, layer: int, weights: GqaWeights, x: Tensor, chunk: 
     for segment in chunk.segments:
         rows = segment.rows
         all_keys, all_values = segment.kv.append(layer, keys[rows], values[rows])
-        cached = all_keys.view(-1, G, K), all_values.view(-1, G, V)  # [S, G, K], [S, G, V]
+        cached = by_head(all_keys, G), by_head(all_values, G)  # [S, G, K], [S, G, V]
         position = segment.first_position
         outputs.append(grouped_attention(queries[rows], *cached, position, window, weights.sinks, K**-0.5))
     out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)  # [T, H, V]
     return linear(out.flatten(1), weights.o, weights.o_bias)
+
+
+def by_head(rows: KvRows, num_heads: int) -> KvRows:
+    """Rows [S, heads * width] of a KV cache -> [S, heads, width]."""
+    return rows.heads(num_heads) if isinstance(rows, Int8Rows) else rows.view(len(rows), num_heads, -1)
 
 
 def head_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

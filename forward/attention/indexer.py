@@ -11,6 +11,7 @@ from torch import Tensor
 
 from forward.chunk import MlaChunk
 from kernels.dispatch import apply_rope, index_scores, layer_norm, linear, top_k_positions
+from kernels.kv_rows import KvRows
 from snapshot.config import ModelConfig
 from snapshot.weights import IndexerWeights
 
@@ -37,7 +38,7 @@ def select_positions(
     ]
 
 
-def select_rows(queries: Tensor, head_weights: Tensor, keys: Tensor, first_position: int, topk: int) -> Tensor | None:
+def select_rows(queries: Tensor, head_weights: Tensor, keys: KvRows, first_position: int, topk: int) -> Tensor | None:
     """queries [T, H, D] of positions from first_position on, head_weights [T, H], keys [S, D] -> a selection."""
     if len(keys) <= topk:
         return None

@@ -246,3 +246,37 @@ int attend(const attention_t *a) {
     job.tokens = a->selection ? 1 : higher(1, lower(ITEM_TOKEN_HEADS, ITEM_SCORES / job.head_stride) / job.heads);
     return run_items(many_item, &job, (a->count + job.tokens - 1) / job.tokens * a->groups * job.head_items);
 }
+
+/* -------------------------------------------------------------------------------------------------------------------
+ * Rows of a KV cache in 8 bits */
+
+static int quantize_kv_row(const void *call, int64_t row) {
+    const kv_rows_t *c = call;
+    const float *x = c->x + row * c->width;
+    int8_t *codes = (int8_t *)c->out + row * kv_row_bytes(c->width);
+    uint16_t *scales = (uint16_t *)(codes + round_up(c->width, 2));
+    for (int64_t at = 0; at < c->width; at += SEGMENT) {
+        int64_t n = lower(c->width - at, SEGMENT);
+        vf v[4], bad = vf_zero(), most = vf_zero();
+        for (int i = 0; i < 4; i++) {
+            int64_t left = higher(0, lower(16, n - 16 * i));
+            v[i] = left == 16 ? vf_load(x + at + 16 * i) : left ? vf_load_n(x + at + 16 * i, left) : vf_zero();
+            bad = vf_add(bad, vf_sub(v[i], v[i])), most = vf_max(vf_abs(v[i]), most);
+        }
+        float scale = vf_max_of(most) / 127.0f;
+        uint32_t bits;
+        memcpy(&bits, &scale, 4);
+        bits = (bits + 0x7fff + (bits >> 16 & 1)) >> 16; /* to BF16, half to even */
+        scale = bits_f32(bits << 16);
+        if (!(vf_sum(bad) == 0)) scale = 0, bits = 0x7fc0;
+        else if (scale < FLT_MIN) scale = 0, bits = 0; /* too small to divide by */
+        int8_t some[SEGMENT];
+        for (int i = 0; i < 4; i++) vi_store_i8(some + 16 * i, scale > 0 ? vi_round(vf_div(v[i], vf_set1(scale))) : vi_zero());
+        memcpy(codes + at, some, (size_t)n);
+        scales[at / SEGMENT] = (uint16_t)bits;
+    }
+    if (c->width % 2) codes[c->width] = 0;
+    return 0;
+}
+
+int quantize_kv(const kv_rows_t *c) { return each_row(quantize_kv_row, c, c->rows, c->width); }

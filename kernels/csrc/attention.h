@@ -20,6 +20,10 @@ typedef struct {
 int attend(const attention_t *);
 
 /* Rows of a KV cache as a matrix, for `dequantize`. */
+INLINE int64_t kv_row_bytes(int64_t width) { return round_up(width, 2) + round_up(width, SEGMENT) / SEGMENT * 2; } /* INT8 */
 INLINE weight_t cached(const void *rows, int kind, int64_t width) {
-    return (weight_t){.data = rows, .columns = width, .row_bytes = (kind == BF16 ? 2 : 4) * width, .kind = kind};
+    if (kind != INT8) return (weight_t){.data = rows, .columns = width, .row_bytes = (kind == BF16 ? 2 : 4) * width, .kind = kind};
+    const int64_t bytes = kv_row_bytes(width);
+    return (weight_t){.data = rows, .scales = (const uint8_t *)rows + round_up(width, 2), .columns = width, .row_bytes = bytes,
+                      .row_scales = bytes / 2, .group = SEGMENT, .kind = INT8, .scale_kind = BF16};
 }

@@ -58,9 +58,17 @@ typedef struct {
     int64_t count, columns;
 } add_weighted_t;
 
+/* x [rows, width] -> rows of a KV cache in 8 bits: codes, padded to an even number, then a BF16 scale for every 64 columns. A
+ * group that holds NaN or infinity gets the scale NaN. */
+typedef struct {
+    const float *x;
+    uint8_t *out;
+    int64_t rows, width;
+} kv_rows_t;
+
 /* Absorbed MLA of one sequence: `count` token rows after `position` known positions; their own keys are in the cache already.
  * queries [count, heads, nope + rope], RoPE applied; latents [positions, latent] and rope_keys
- * [positions, rope], F32 or BF16; selection [count, topk] positions ascending, padded with -1, or NULL: all up to its own.
+ * [positions, rope], F32, BF16 or INT8 as of kv_rows_t; selection [count, topk] positions ascending, padded with -1, or NULL: all up to its own.
  * out [count, heads, value]. */
 typedef struct {
     const weight_t *kv_b; /* [heads * (nope + value), latent] */
@@ -83,10 +91,10 @@ typedef struct {
     float *out;
     int64_t count, position, window, heads, groups, width, value;
     float scale;
-    int32_t kind; /* of keys and values: F32 or BF16 */
+    int32_t kind; /* of keys and values */
 } gqa_t;
 
-/* queries [count, heads, width], weights [count, heads], keys [positions, width], F32 or BF16 -> out [count, positions]. */
+/* queries [count, heads, width], weights [count, heads], keys [positions, width] -> out [count, positions]. */
 typedef struct {
     const float *queries, *weights;
     const void *keys;
@@ -166,6 +174,7 @@ typedef struct {
     int (*experts)(const experts_t *);
     int (*gated_mlp)(const mlp_t *);
     int (*add_weighted)(const add_weighted_t *);
+    int (*quantize_kv)(const kv_rows_t *);
     int (*mla)(const mla_t *);
     int (*gqa)(const gqa_t *);
     int (*index_scores)(const index_t *);
@@ -181,6 +190,6 @@ typedef struct {
 } kernels_t;
 
 int linear(const linear_t *), experts(const experts_t *), gated_mlp(const mlp_t *), add_weighted(const add_weighted_t *);
-int mla(const mla_t *), gqa(const gqa_t *), index_scores(const index_t *), top_k_positions(const top_k_t *);
+int quantize_kv(const kv_rows_t *), mla(const mla_t *), gqa(const gqa_t *), index_scores(const index_t *), top_k_positions(const top_k_t *);
 int rms_norm(const norm_t *), layer_norm(const norm_t *), rope(const rope_t *), route(const route_t *);
 int group_by_expert(const group_t *), logprobs(const logprobs_t *), all_finite(const values_t *);

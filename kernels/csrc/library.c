@@ -42,7 +42,7 @@ static int64_t read_memory(const uint8_t *data, int64_t bytes) {
 #define TEXT_(a) #a
 #define TEXT(a) TEXT_(a)
 static const kernels_t KERNELS = {
-    TEXT(NAME), linear, experts, gated_mlp, add_weighted, mla, gqa, index_scores, top_k_positions, rms_norm, layer_norm, rope,
+    TEXT(NAME), linear, experts, gated_mlp, add_weighted, quantize_kv, mla, gqa, index_scores, top_k_positions, rms_norm, layer_norm, rope,
     route, group_by_expert, logprobs, all_finite, read_memory,
 };
 
@@ -54,7 +54,7 @@ EXPORT void colibri_set_threads(int threads) { set_threads(threads); }
 /* Sizes of the structs in the order of colibri.h, for the Python side to check. */
 EXPORT int colibri_size(int i) {
     const int sizes[] = {sizeof(weight_t), sizeof(linear_t), sizeof(experts_t), sizeof(mlp_t), sizeof(add_weighted_t),
-                         sizeof(mla_t), sizeof(gqa_t), sizeof(index_t), sizeof(top_k_t), sizeof(norm_t), sizeof(rope_t),
+                         sizeof(kv_rows_t), sizeof(mla_t), sizeof(gqa_t), sizeof(index_t), sizeof(top_k_t), sizeof(norm_t), sizeof(rope_t),
                          sizeof(route_t), sizeof(group_t), sizeof(logprobs_t), sizeof(values_t), sizeof(kernels_t)};
     return i >= 0 && i < (int)(sizeof sizes / sizeof *sizes) ? sizes[i] : 0;
 }

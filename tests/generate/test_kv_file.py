@@ -49,6 +49,18 @@ def turn(scheduler, ids, most=6, name="a"):
     return recorder.of(Started)[0].cached_tokens, [*ids, *recorder.ids()]
 
 
+@pytest.mark.parametrize("kv_dtype", ["bf16", "int8"])
+@pytest.mark.parametrize("name", [NAME, "qwen3_moe"])
+def test_a_cache_in_fewer_bits_is_saved_as_it_is(begin, tmp_path, name, kv_dtype):
+    """With KV_DTYPE=bf16 a saved conversation was "cut off or damaged": its rows were taken for float32."""
+    _, text = turn(begin(FIXTURES / name, KV_DTYPE=kv_dtype), PROMPT)
+    plain = turn(begin(FIXTURES / name, KV_DTYPE=kv_dtype), [*text, 5, 6], name="another")[1]
+    found = turn(begin(FIXTURES / name, KV_DTYPE=kv_dtype), [*text, 5, 6])
+    assert found == (len(PROMPT) + 5, plain), begin.notices
+    assert begin.notices == [f"[KV] conversation a: resumed with {len(PROMPT) + 5} tokens"]
+    assert turn(begin(FIXTURES / name), [*text, 5, 6])[0] == 0  # another precision
+
+
 def two_turns(begin):
     """-> the text of a conversation of two turns, saved."""
     _, text = turn(begin(), PROMPT)
