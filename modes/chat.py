@@ -41,7 +41,7 @@ def run_chat(settings: Settings, opened: OpenedSnapshot, message: str | None = N
     # Before the weights are read: both may be refused.
     ids = None if message is None else history.add_question(message)
     tools = [make_tool(tokenizer, settings.unsafe_sandbox)] if settings.tools else []
-    for notice in (history.prefix.notice, tokenizer.thinking_notice(settings.think)):
+    for notice in (*history.prefix.notices, tokenizer.thinking_notice(settings.think)):
         if notice:
             say(notice)
     if tools:

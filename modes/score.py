@@ -100,8 +100,8 @@ class ScoreFileReader:
         has_tokenizer = (opened.folder / "tokenizer.json").exists()
         self.tokenizer = TextTokenizer(opened.folder, self.config) if has_tokenizer else None
         self.prefix = PromptPrefix(self.config, self.tokenizer, settings.prefix)
-        if self.prefix.notice:
-            say(self.prefix.notice)
+        for line in self.prefix.notices:
+            say(line)
 
     def parse_line(self, line: str) -> ScoreRequest:
         """ValueError says what is wrong with the line."""

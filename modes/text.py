@@ -60,7 +60,7 @@ def encode_prompt(settings: Settings, config: ModelConfig, tokenizer: TextTokeni
     """PROMPT, in the chat template with CHAT=1, after the family's prefix -> token ids."""
     text = settings.prompt or ""
     prefix = PromptPrefix(config, tokenizer, settings.prefix)
-    for notice in (prefix.notice, tokenizer.thinking_notice(settings.think and settings.chat)):
+    for notice in (*prefix.notices, tokenizer.thinking_notice(settings.think and settings.chat)):
         if notice:
             say(notice)
     if settings.chat:

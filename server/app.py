@@ -13,11 +13,12 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from errors import Refused
 from server.generation import Generation
 from server.http_service import HttpService
 from server.metrics import CONTENT_TYPE
 from server.openai.api_error import ApiError, internal_error
-from server.openai.chat_request import read_chat_prompt, read_chat_request
+from server.openai.chat_request import read_chat_prompt, read_chat_request, without_folder
 from server.openai.completion_request import read_completion_request
 from server.openai.request_fields import RequestFields, parse_object
 from server.openai.responses import ChatResponseBuilder, CompletionResponseBuilder, ResponseBuilder
@@ -89,6 +90,8 @@ class Routes:
             self.service.check_model(fields)
             try:
                 return read(fields, self.service)
+            except Refused as error:  # a text that the tokenizer or the model cannot take
+                raise ApiError(400, without_folder(error, self.service)) from None
             except RecursionError:
                 raise ApiError(400, "the body is nested too deeply") from None
             finally:

@@ -27,7 +27,7 @@ class Service:
         self.num_slots: int = scheduler.statistics()["slots"]
         self.stop_ids = all_stop_ids(loaded.config, tokenizer)
         self.prefix = PromptPrefix(loaded.config, tokenizer, settings.prefix)
-        for notice in (self.prefix.notice, tokenizer.thinking_notice(settings.think)):
+        for notice in (*self.prefix.notices, tokenizer.thinking_notice(settings.think)):
             if notice:
                 say(notice)
 

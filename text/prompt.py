@@ -12,12 +12,16 @@ if TYPE_CHECKING:
 class PromptPrefix:
     """The special tokens that a family puts in front of every text; empty with PREFIX=0 or if the tokenizer lacks one.
 
-    notice: a line for the user if the family has a prefix that cannot be added.
+    notices: lines for the user: those of the tokenizer, and one if the prefix cannot be added or is not its own.
     """
 
     def __init__(self, config: ModelConfig, tokenizer: "TextTokenizer | None", enabled: bool):
         self.ids: list[int] = []
-        self.notice: str | None = None
+        self.notices: list[str] = list(tokenizer.notices) if tokenizer else []
+        own = tokenizer.own_prefix if tokenizer and enabled else []
+        if own and own != list(config.text_prefix):
+            goes = f"go with {' '.join(config.text_prefix)}" if config.text_prefix else "go without a prefix"
+            self.notices.append(f"[prefix] texts {goes} as those of {config.model_type}, not with {' '.join(own)}")
         if not config.text_prefix or not enabled:
             return
         ids = tokenizer.find_ids(config.text_prefix) if tokenizer else []
@@ -25,7 +29,7 @@ class PromptPrefix:
             self.ids = ids
         else:
             source = f"{tokenizer.path.name} lacks" if tokenizer else "no tokenizer with"
-            self.notice = f"[prefix] {source} {' '.join(config.text_prefix)}: texts go without this prefix"
+            self.notices.append(f"[prefix] {source} {' '.join(config.text_prefix)}: texts go without this prefix")
 
     def prepend(self, ids: list[int]) -> list[int]:
         """ids with the prefix in front, unless they begin with it."""

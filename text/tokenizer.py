@@ -17,11 +17,13 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from errors import Refused, reason, shorten, show
+from errors import Refused, printable, reason, shorten, show
 from snapshot.config import ModelConfig
+from snapshot.folder import list_names
 from snapshot.reader import parse_json_object, read_file, read_json_object
 from text.answer_tags import hidden_tokens
 from text.chat_template import ChatTemplate, Message, read_templates
+from text.declared_tokens import DeclaredTokens
 from text.detokenizer import Detokenizer
 
 END_OF_TEXT = "<|endoftext|>"
@@ -39,49 +41,71 @@ class TextTokenizer:
         # Truncation and padding of the training run must not apply to prompts.
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
-        self.check_ids(declared, config.vocab_size)
+        self.check_vocabulary(declared, config.vocab_size)
         extra = folder / "tokenizer_config.json"
         # lexists: a dangling link is a broken download, not an absent file.
         self.tokenizer_config: dict[str, Any] = read_json_object(extra) if os.path.lexists(extra) else {}
+        with refusing(self.path, "cannot add the tokens of tokenizer_config.json"):
+            self.declared = DeclaredTokens(folder, self.tokenizer, declared, self.tokenizer_config)
+        self.notices = list(self.declared.notices)  # where files disagree, a line each for stderr
+        self.unusable = self.find_unusable(config.vocab_size)
         self.chat_templates = read_templates(folder, self.tokenizer_config.get("chat_template"))
+        inline, used = self.tokenizer_config.get("chat_template"), self.chat_templates.get("default", "")
+        if isinstance(inline, str) and inline.strip() != used.strip():
+            self.notices.append("[tokenizer] chat_template.jinja counts, not chat_template of tokenizer_config.json")
         self.compiled_templates: dict[str, ChatTemplate] = {}
         self.lock = threading.Lock()  # encode_as_text changes the tokenizer for a moment
         decoder = json.dumps(declared.get("decoder"))
         self.is_byte_level, self.has_byte_fallback = "ByteLevel" in decoder, "ByteFallback" in decoder
-        special = [token for token in declared.get("added_tokens", []) if token.get("special")]
+        special = [token for token in self.declared.added.values() if token["special"]]
         self.special: dict[str, int] = {token["content"]: token["id"] for token in special}
         self.special_ids = set(self.special.values())
         # The longest first. A token of one character cannot be broken in two; there is none.
         texts = sorted((text for text in self.special if len(text) > 1), key=len, reverse=True)
         self.special_pattern = re.compile("|".join(map(re.escape, texts))) if texts else None
 
-    def check_ids(self, declared: dict[str, Any], vocab_size: int) -> None:
-        """Every id must be a row of the model. A vocabulary may have holes, and the library renumbers added tokens."""
+    def check_vocabulary(self, declared: dict[str, Any], vocab_size: int) -> None:
+        """Every piece must be a row of the model. There may be holes, and the library renumbers added tokens."""
         mismatch = f"config.json a vocab_size of {vocab_size}; they belong to different models"
-        size = self.tokenizer.get_vocab_size()
+        size = self.tokenizer.get_vocab_size(with_added_tokens=False)
         if size > vocab_size:
             raise Refused(f"{self.path}: has {size} pieces, {mismatch}")
-        added = [(token["content"], token["id"]) for token in declared.get("added_tokens", [])]
-        for piece, i in [*self.tokenizer.get_vocab().items(), *added]:
+        for piece, i in self.tokenizer.get_vocab(with_added_tokens=False).items():
             if i >= vocab_size:
                 raise Refused(f"{self.path}: gives {show(piece)} the id {i}, {mismatch}")
-        for piece, i in added:
+        for piece, i in [(token["content"], token["id"]) for token in declared.get("added_tokens", [])]:
             if self.tokenizer.token_to_id(piece) != i:
                 hole = f"a hole in the ids of its added tokens before {show(piece)}, declared as {i}"
                 raise Refused(f"{self.path}: has {hole}; texts would get other ids than the model was trained on")
+
+    def find_unusable(self, vocab_size: int) -> dict[int, str]:
+        """{id: text} of added tokens that the model has no row for, as fine-tunes have for padding. They are no fault
+        while no text holds one."""
+        tokens = self.tokenizer.get_added_tokens_decoder().items()
+        unusable = {i: token.content for i, token in tokens if i >= vocab_size}
+        if unusable:
+            names = list_names(map(show, unusable.values()))
+            problem = f"the vocabulary of {vocab_size} has no row for {names}: a text with it is refused"
+            self.notices.append(f"[tokenizer] {problem}")
+        return unusable
+
+    def check_usable(self, ids: list[int]) -> list[int]:
+        """The ids. Refused for one that the model has no row for."""
+        for i in self.unusable.keys() & ids if self.unusable else ():
+            piece = show(self.unusable[i])
+            raise Refused(f"{self.path}: the text holds {piece}, id {i}, which is not in the vocabulary of the model")
+        return ids
 
     def find_ids(self, tokens: Iterable[str]) -> list[int]:
         """The ids of those tokens that are in the vocabulary."""
         with refusing(self.path, "cannot look up a token"):
             ids = [self.tokenizer.token_to_id(token) for token in tokens]
-        return [i for i in ids if i is not None]
+        return [i for i in ids if i is not None and i not in self.unusable]
 
     @property
     def special_tokens(self) -> dict[str, str]:
-        """bos_token, eos_token and the like, as tokenizer_config.json declares them."""
-        tokens = {name: value for name, value in self.tokenizer_config.items() if name.endswith("_token")}
-        tokens = {name: value.get("content") if isinstance(value, dict) else value for name, value in tokens.items()}
-        return {name: value for name, value in tokens.items() if isinstance(value, str)}
+        """bos_token, eos_token and the like, as the tokenizer's files declare them."""
+        return self.declared.special
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
@@ -89,12 +113,21 @@ class TextTokenizer:
         eos = self.special_tokens.get("eos_token")
         return tuple(self.find_ids([END_OF_TEXT] + ([] if eos is None else [eos])))
 
+    @property
+    def own_prefix(self) -> list[str]:
+        """The tokens that tokenizer.json itself puts in front of a text, printable."""
+        with refusing(self.path, "cannot encode this text"), self.lock:
+            encoding = self.tokenizer.encode("a", add_special_tokens=True)
+        added = encoding.special_tokens_mask
+        count = added.index(0) if 0 in added else 0
+        return [printable(shorten(token)) for token in encoding.tokens[:count]]
+
     def encode(self, text: str, separator: str | None = None) -> list[int]:
         """text -> ids. Special tokens in the text are recognized, except those that a separator breaks in two."""
         with refusing(self.path, "cannot encode this text"), self.lock:
             encoding = self.tokenizer.encode(text, add_special_tokens=False)
             if not separator or separator not in text:
-                return encoding.ids
+                return self.check_usable(encoding.ids)
             # Encode each stretch between two special tokens again, as text alone, if it holds a separator.
             ids: list[int] = []
             first = begin = 0  # token and character where the stretch begins
@@ -108,7 +141,7 @@ class TextTokenizer:
                         ids += encoding.ids[first:at]
                     ids += encoding.ids[at : at + 1]
                     first, begin = at + 1, next_begin
-            return ids
+            return self.check_usable(ids)
 
     def encode_as_text(self, text: str) -> list[int]:
         """text -> ids, special tokens as plain text. The caller holds the lock."""
@@ -224,7 +257,7 @@ def refusing(path: Path, problem: str) -> Iterator[None]:
     """Turns any exception inside, all faults of the snapshot, into Refused: path, problem and reason in one line."""
     try:
         yield
-    except (KeyboardInterrupt, SystemExit):
+    except (KeyboardInterrupt, SystemExit, Refused):
         raise
     except BaseException as error:  # the tokenizers library raises bare Exception, and its panics are not even that
         raise Refused(f"{path}: {problem} ({shorten(reason(error), 300)})") from None

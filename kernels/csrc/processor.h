@@ -2,6 +2,9 @@
  *
  * Asked of the processor itself: __builtin_cpu_supports says no to everything in a library that zig has linked. */
 #pragma once
+#if defined(AVXVNNI) && !defined(AVX2)
+#define AVX2
+#endif
 #if defined(AVX512VNNI) || defined(AVX512) || defined(AVX2) || defined(AVX512AMX)
 #include <cpuid.h>
 #endif

@@ -173,4 +173,4 @@ def call_prefix(tool_format: str, tool_choice: str | list[str], schemas: dict[st
 
 def without_folder(error: Refused, service: HttpService) -> str:
     """Return the message without the folder of the snapshot, which is not for the client."""
-    return str(error).removeprefix(f"{service.folder}: ")
+    return str(error).removeprefix(f"{service.folder}: ").removeprefix(f"{service.folder}/")

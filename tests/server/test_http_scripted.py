@@ -289,6 +289,17 @@ def test_special_tokens_are_hidden_unless_a_request_wants_them(scripted):
     assert status == 400 and body["error"]["param"] == "skip_special_tokens"
 
 
+@pytest.mark.parametrize("path", [COMPLETIONS, "/tokenize"])
+def test_a_text_with_a_token_that_the_model_has_no_row_for_is_refused(scripted, monkeypatch, path):
+    """The pad token of a fine-tune, written out in a prompt: an error of the server's (500)."""
+    token = TOKENIZER.find_ids(["[MASK]"])[0]
+    monkeypatch.setattr(scripted.service.tokenizer, "unusable", {token: "[MASK]"})
+    status, body, *_ = scripted.post(path, {"prompt": "In [MASK] the"})
+    assert status == 400 and "tokenizer.json: the text holds '[MASK]'" in body["error"]["message"]
+    assert str(EMBEDDED_SNAPSHOT) not in body["error"]["message"]
+    assert scripted.post(CHAT, {"messages": [{"role": "user", "content": "In [MASK] the"}]})[0] == 200
+
+
 @pytest.fixture
 def llama2(scripted, tmp_path, monkeypatch):
     """The scripted server with a SentencePiece tokenizer -> the tokenizer."""

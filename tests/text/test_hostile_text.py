@@ -31,8 +31,12 @@ WORDS_WITHOUT_UNKNOWN = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "q
 BAD_TOKENIZERS = [
     # The library renumbers an added token in silence, so the declared id is checked.
     (lambda t: t["added_tokens"].pop(3), "a hole in the ids of its added tokens"),
-    (lambda t: t["added_tokens"][-1].update(id=ROWS), f" the id {ROWS}, config.json a vocab_size of {ROWS}"),
-    (lambda t: t["added_tokens"].append(t["added_tokens"][0] | {"content": "<new>"}), f"has {ROWS + 1} pieces"),
+    (lambda t: t["added_tokens"][-1].update(id=ROWS), "a hole in the ids of its added tokens"),
+    (
+        lambda t: t["added_tokens"].append(t["added_tokens"][0] | {"content": "<new>"}),
+        "before '<new>', declared as 2021",
+    ),
+    (lambda t: t["model"]["vocab"].update({f"z{i}": 3000 + i for i in range(100)}), f"has {ROWS - 27 + 100} pieces"),
     (rename_to_a_far_row, "gives 'z9' the id 4294967295"),
     # A panic, which `except Exception` misses; a bare exception; one that comes late.
     (lambda t: t.update(normalizer={"type": "Precompiled", "precompiled_charsmap": "AAAA"}), "is not a tokenizer"),

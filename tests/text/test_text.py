@@ -67,7 +67,7 @@ def test_an_incomplete_character_at_the_end_becomes_one_replacement():
 
 def test_the_prefix_is_added_once():
     prefix, ids = PromptPrefix(CONFIG, TOKENIZER, enabled=True), TOKENIZER.encode("In the beginning")
-    assert prefix.ids == TOKENIZER.encode("[gMASK]<sop>") and prefix.notice is None
+    assert prefix.ids == TOKENIZER.encode("[gMASK]<sop>") and prefix.notices == []
     assert prefix.prepend(ids) == prefix.prepend(prefix.ids + ids) == prefix.ids + ids
     assert PromptPrefix(CONFIG, TOKENIZER, enabled=False).prepend(ids) == ids
 
@@ -145,5 +145,5 @@ def test_a_vocabulary_without_the_prefix(text_folder):
     bare = TextTokenizer(text_folder, CONFIG)
     prefix = PromptPrefix(CONFIG, bare, enabled=True)
     assert prefix.prepend([1, 2]) == [1, 2]
-    assert prefix.notice == "[prefix] tokenizer.json lacks [gMASK] <sop>: texts go without this prefix"
-    assert "no tokenizer with [gMASK] <sop>" in PromptPrefix(CONFIG, None, enabled=True).notice
+    assert prefix.notices == ["[prefix] tokenizer.json lacks [gMASK] <sop>: texts go without this prefix"]
+    assert "no tokenizer with [gMASK] <sop>" in PromptPrefix(CONFIG, None, enabled=True).notices[0]

@@ -1,0 +1,88 @@
+"""The tokens that the files of a tokenizer declare: which file counts where they disagree, as in transformers 5.24.
+
+tokenizer.json gives the ids. The flags of an added token (lstrip ...) are those of added_tokens_decoder in
+tokenizer_config.json, if it is there. A token is special if either says so, or if it has a name (bos_token ...).
+special_tokens_map.json counts, before tokenizer_config.json, only where that lacks added_tokens_decoder.
+"""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer
+
+from errors import shorten, show
+from snapshot.reader import read_json_object
+
+FLAGS = ("lstrip", "rstrip", "normalized", "single_word", "special")
+MAP_FILE = "special_tokens_map.json"
+
+Token = dict[str, Any]
+
+
+def content_of(token: Any) -> str | None:
+    """The text of a token, which is a text or an object."""
+    content = token.get("content") if isinstance(token, dict) else token
+    return content if isinstance(content, str) else None
+
+
+class DeclaredTokens:
+    """special: {bos_token and the like: text}; added: the added tokens of tokenizer.json with the flags that count, and
+    those that tokenizer_config.json adds; notices: where the files disagree, a line each for stderr."""
+
+    def __init__(self, folder: Path, library: Tokenizer, tokenizer: dict[str, Any], config: dict[str, Any]) -> None:
+        """library: the tokenizer as tokenizer.json (`tokenizer`) has it, which gets the flags and tokens of
+        tokenizer_config.json (`config`)."""
+        self.notices: list[str] = []
+        decoder = config.get("added_tokens_decoder")
+        self.special = self.find_special(folder, config, decoder is not None)
+        self.added = {token["content"]: dict(token) for token in tokenizer.get("added_tokens") or []}
+        before = {content: dict(token) for content, token in self.added.items()}
+        if isinstance(decoder, dict):
+            self.merge_flags(decoder)
+        more = config.get("extra_special_tokens")
+        named = {*self.special.values(), *map(content_of, more.values() if isinstance(more, dict) else ())}
+        for content, token in self.added.items():
+            token["special"] = bool(token.get("special")) or content in named
+            if token != before.get(content):
+                library.add_tokens([AddedToken(content, **{name: bool(token.get(name)) for name in FLAGS})])
+                token["id"] = library.token_to_id(content)
+
+    def find_special(self, folder: Path, config: dict[str, Any], has_decoder: bool) -> dict[str, str]:
+        """The named tokens of tokenizer_config.json and special_tokens_map.json."""
+        tokens = {name: content_of(value) for name, value in config.items() if name.endswith("_token")}
+        path = folder / MAP_FILE
+        mapped = read_json_object(path) if os.path.lexists(path) else {}
+        for name, value in mapped.items():
+            content = content_of(value)
+            if not name.endswith("_token") or content is None:
+                continue
+            if tokens.get(name) not in (None, content):
+                files = [f"{MAP_FILE} ({show(content)})", f"tokenizer_config.json ({show(tokens[name])})"]
+                winner, other = reversed(files) if has_decoder else files
+                self.notices.append(f"[tokenizer] {name} of {winner} counts, not that of {other}")
+            if not has_decoder:
+                tokens[name] = content
+        return {name: content for name, content in tokens.items() if content is not None}
+
+    def merge_flags(self, decoder: dict[str, Any]) -> None:
+        """Give the added tokens the flags of added_tokens_decoder, and append those that tokenizer.json lacks."""
+        for key in sorted(decoder, key=lambda key: (len(key), key)):
+            value = decoder[key]
+            content = content_of(value)
+            if not content or not isinstance(value, dict):
+                continue
+            flags = {name: value[name] for name in FLAGS if isinstance(value.get(name), bool)}
+            token = self.added.get(content)
+            if token is None:
+                self.notices.append(f"[tokenizer] tokenizer_config.json adds {show(content)} to tokenizer.json")
+                self.added[content] = {"content": content, "id": None} | flags
+                continue
+            flags["special"] = bool(flags.get("special") or token.get("special"))
+            if changed := [name for name in flags if bool(token.get(name)) != flags[name]]:
+                files = "tokenizer_config.json counts, not of tokenizer.json"
+                self.notices.append(f"[tokenizer] {show(content)}: {', '.join(changed)} of {files}")
+            if key != str(token["id"]):
+                files = f"tokenizer.json ({token['id']}) counts, not of tokenizer_config.json ({shorten(key, 12)})"
+                self.notices.append(f"[tokenizer] {show(content)}: the id of {files}")
+            token |= flags
