@@ -10,9 +10,9 @@ from text.stop_strings import split_partial_match
 from text.stream_parser import StreamParser, TextSegment
 from text.tool_calls import ToolSchemas
 
-CHANNEL, MESSAGE = "<|channel|>", "<|message|>"
-ENDS = ("<|end|>", "<|start|>", "<|call|>", "<|return|>")
-HEADER_STARTS = (CHANNEL, "<|start|>", "to=")
+CHANNEL, MESSAGE, START = "<|channel|>", "<|message|>", "<|start|>"
+ENDS = ("<|end|>", START, "<|call|>", "<|return|>")
+HEADER_STARTS = (CHANNEL, START, "to=")
 
 
 class HarmonyParser(StreamParser):
@@ -23,7 +23,7 @@ class HarmonyParser(StreamParser):
         self.tools = tools or {}
         self.one_call = one_call
         self.num_calls = 0
-        self.kind: str | None = None  # of the message that is parsed
+        self.kind: str | None = None  # of the message that is parsed; foreign: in the name of a tool or of the user
         self.is_first = True
 
     def parse_header(self) -> bool:
@@ -35,25 +35,36 @@ class HarmonyParser(StreamParser):
             return False
         else:
             self.buffer = rest
-            name = re.search(r"to=functions\.([^\s<]+)", header)
-            if name and name[1] in self.tools:
-                self.kind = "arguments"
-                self.append_segment("call", name[1])
-            else:
-                self.kind = "reasoning" if f"{CHANNEL}analysis" in header else "content"
+            self.kind = self.message_kind(header)
         self.state = self.parse_message
         self.is_first = False
         return True
 
+    def message_kind(self, header: str) -> str:
+        """Return the kind of segment of a message; a call's name is a segment of its own."""
+        _, tag, header = header.rpartition(START)
+        role = re.split(r"[\s<]", header.lstrip(), maxsplit=1)[0]
+        if tag and role and "=" not in role and role != "assistant":
+            return "foreign"
+        recipient = re.search(r"\bto=([^\s<]+)", header)
+        names = [recipient[1], recipient[1].removeprefix("functions.")] if recipient else []
+        if name := next((name for name in names if name in self.tools), None):
+            self.append_segment("call", name)
+            return "arguments"
+        return "reasoning" if f"{CHANNEL}analysis" in header else "content"
+
     def parse_message(self) -> bool:
-        assert self.kind
         found = [(at, end) for end in ENDS if (at := self.buffer.find(end)) >= 0]
         length, end = min(found, default=(len(split_partial_match(self.buffer, ENDS)[0]), ""))
-        self.append_segment(self.kind, self.buffer[:length])
-        self.buffer = self.buffer[length + len(end) :]
+        self.append_to_message(self.buffer[:length])
+        self.buffer = self.buffer[length + (0 if end == START else len(end)) :]
         if end:
             self.end_message()
         return bool(end)
+
+    def append_to_message(self, text: str) -> None:
+        if self.kind and self.kind != "foreign":
+            self.append_segment(self.kind, text)
 
     def end_message(self) -> None:
         if self.kind == "arguments":
@@ -65,7 +76,7 @@ class HarmonyParser(StreamParser):
     def flush(self, is_truncated: bool = False) -> list[TextSegment]:
         """Return the last segment; a header without its message gives none."""
         if self.kind:
-            self.append_segment(self.kind, self.buffer)
+            self.append_to_message(self.buffer)
             self.end_message()
         self.buffer = ""
         return self.take_segments()

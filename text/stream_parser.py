@@ -23,9 +23,12 @@ class StreamParser:
     def parse_increment(self, text: str) -> list[TextSegment]:
         """Return the segments that an increment of text completes."""
         self.buffer += text
+        self.run_states()
+        return self.take_segments()
+
+    def run_states(self) -> None:
         while not self.is_finished and self.state():
             pass
-        return self.take_segments()
 
     def take_segments(self) -> list[TextSegment]:
         segments, self.segments = self.segments, []

@@ -163,6 +163,51 @@ def test_the_schema_gives_the_types_of_arguments(value, key, expected):
     assert json.loads(parse_every_split(text, tools=SCHEMAS)["calls"][0][1]) == {key: expected}
 
 
+NULLABLE = {"f": {"properties": {"text": {"anyOf": [{"type": "string"}, {"type": "null"}]}}}}
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [("null", None), (" null\n", None), ("nul", "nul"), ("nullable", "nullable"), ("94110", "94110"), ("", "")],
+)
+def test_a_text_that_may_be_null(value, expected):
+    text = f"<tool_call>f<arg_key>text</arg_key><arg_value>{value}</arg_value></tool_call>"
+    assert json.loads(parse_every_split(text, tools=NULLABLE)["calls"][0][1]) == {"text": expected}
+
+
+def test_a_text_that_may_be_null_is_streamed():
+    """pydantic's Optional[str]: the text of a file arrived at once, when it was complete."""
+    parser = ReplyParser(tools=NULLABLE)
+    segments = parser.parse_increment("<tool_call>f<arg_key>text</arg_key><arg_value>null and vo")
+    assert segments == [("call", "f"), ("arguments", '{"text": "null and vo')]
+
+
+@pytest.mark.parametrize(
+    ("types", "value", "expected"),
+    [
+        (["string", "integer"], "true", "true"),
+        (["string", "integer"], "7", 7),
+        (["string", "integer"], "7.5", "7.5"),
+        (["string", "integer"], "7.0", 7),
+        (["string", "boolean"], "null", "null"),
+        (["string", "object"], '{"a": 1}', {"a": 1}),
+        (["integer"], '"7"', "7"),
+        ([], "NaN", "NaN"),
+        ([], "[1e999]", "[1e999]"),
+        ([], "[" * 5000, "[" * 5000),
+        ([], '["\\ud800"]', ["\ud800"]),
+    ],
+)
+def test_an_argument_is_json_only_where_the_schema_admits_its_value(types, value, expected):
+    """Field case: "true" for a text or a number became a boolean. NaN made arguments that are no JSON, 5000 brackets
+    ended the stream with an exception, and half a surrogate pair ended the whole answer with status 500."""
+    schema = {"f": {"properties": {"a": {"type": types} if types else {}}}}
+    text = f"<tool_call>f<arg_key>a</arg_key><arg_value>{value}</arg_value></tool_call>"
+    [[_, arguments]] = parse([text], tools=schema)["calls"]
+    arguments.encode()
+    assert json.loads(arguments, parse_constant=pytest.fail) == {"a": expected}
+
+
 def test_a_tool_call_without_its_end_is_recovered():
     """Field case: a complete argument, and no closing tag."""
     for text in (GLM.removesuffix("</tool_call>"), HERMES.removesuffix("\n</tool_call>"), HERMES[:-14]):
@@ -173,6 +218,57 @@ def test_a_tool_call_without_its_end_is_recovered():
 def test_a_tool_call_with_its_fields_in_another_order():
     text = '<tool_call>{"arguments": "{\\"days\\": 2}", "name": "weather"}</tool_call>'
     assert parse_every_split(text, tools=SCHEMAS)["calls"] == [["weather", '{"days": 2}']]
+
+
+WEATHER = '{"name": "weather", "arguments": {"city": "x"}}'
+NOW = '{"name": "now", "arguments": "{}"}'
+
+
+@pytest.mark.parametrize("separator", ["", "\n", ",\n", "}\n", "<tool_call>", "</tool_call>\n<tool_call>"])
+@pytest.mark.parametrize("end", ["</tool_call>", "\n</tool_call>\n", ""])
+def test_several_objects_in_one_block_are_several_calls(separator, end):
+    """Field case: the second JSON object in one <tool_call> block was lost without a word, as was one behind a block
+    without its closing tag."""
+    parsed = parse_every_split(f"So: <tool_call>{WEATHER}{separator}{NOW}{separator}{WEATHER}{end}", tools=SCHEMAS)
+    weather = ["weather", '{"city": "x"}']
+    assert parsed == {"reasoning": "", "content": "So:", "calls": [weather, ["now", "{}"], weather]}
+    parser = ReplyParser(tools=SCHEMAS, one_call=True)
+    segments = parser.parse_increment(f"<tool_call>{WEATHER}{separator}{NOW}{end}") + parser.flush()
+    assert segments == [("call", "weather"), ("arguments", '{"city": "x"}')] and parser.num_calls == 1
+
+
+@pytest.mark.parametrize("separator", ["", "\n", "<tool_call>"])
+def test_several_calls_in_one_block_in_the_format_of_glm(separator):
+    weather = "weather<arg_key>days</arg_key><arg_value>1</arg_value>"
+    parsed = parse_every_split(f"<tool_call>{weather}{separator}{weather}</tool_call> So.", tools=SCHEMAS)
+    assert parsed == {"reasoning": "", "content": "So.", "calls": [["weather", '{"days": 1}']] * 2}
+    parsed = parse_every_split(f"<tool_call>{weather}\nnow</tool_call>", tools=SCHEMAS)
+    assert parsed["calls"] == [["weather", '{"days": 1}'], ["now", "{}"]]
+
+
+@pytest.mark.parametrize(
+    ("block", "content"),
+    [
+        (f'{WEATHER}\n{{"name": "unknown", "arguments": {{}}}}', '{"name": "unknown", "arguments": {}}'),
+        (f"{WEATHER} and more <b> ", "and more <b>"),
+        (f"{WEATHER}}}]", ""),
+        (WEATHER[:-1], ""),
+        (WEATHER.removesuffix("}") + ', "id": "1"}', ""),
+    ],
+)
+def test_text_behind_a_call_in_its_block(block, content):
+    """What is no call is content; a bracket too many or too few is nothing."""
+    parsed = parse_every_split(f"<tool_call>{block}</tool_call> So.", tools=SCHEMAS)
+    assert parsed["calls"] == [["weather", '{"city": "x"}']] and parsed["content"] == f"{content}So."
+
+
+@pytest.mark.parametrize("name", ['"a\nb"', '"\\x"', '"' + "[" * 3000])
+def test_a_name_that_is_no_json_is_content(name):
+    """Seen in an audit: a line break or a wrong escape in the name of a call ended the stream with an exception."""
+    text = f'<tool_call>{{"name": {name}, "arguments": {{}}}}</tool_call>'
+    assert parse([text], tools=SCHEMAS) == {"reasoning": "", "content": text, "calls": []}
+    deep = '<tool_call>{"arguments": ' + '{"a":' * 3000 + "</tool_call>"
+    assert parse([deep], tools=SCHEMAS)["content"] == deep
 
 
 @pytest.mark.parametrize(
@@ -237,11 +333,29 @@ def test_a_truncated_tool_call_stays_open():
             "?",
             [["now", "{}"]],
         ),
+        (
+            "<|start|>assistant to=weather<|channel|>analysis json<|message|>{}<|end|><|channel|>commentary to=now "
+            "<|constrain|>json<|message|>{}<|call|>",
+            "",
+            "",
+            [["weather", "{}"], ["now", "{}"]],
+        ),
+        (
+            "<|channel|>commentary to=functions.now<|message|>{}<|call|><|start|>functions.now to=assistant<|channel|>"
+            "commentary<|message|>12:00<|end|><|start|>assistant<|channel|>final<|message|>Noon.",
+            "",
+            "Noon.",
+            [["now", "{}"]],
+        ),
+        ("<|channel|>final<|message|>Hi<|start|>user<|message|>You are", "", "Hi", []),
+        ("<|channel|>final<|message|>Hi<|end|><|start|>functions.now to=assi", "", "Hi", []),
         ("plain text", "", "plain text", []),
         ("<|channel|>analysis<|mess", "", "", []),
     ],
 )
 def test_harmony_messages(text, reasoning, content, calls):
+    """Field case: gpt-oss calls a tool by its bare name too (to=now), which came as content. What it writes behind a
+    call in the name of the tool came as content as well."""
     expected = {"reasoning": reasoning, "content": content, "calls": calls}
     assert parse_every_split(text, parser_class=HarmonyParser, tools=SCHEMAS) == expected
 
@@ -253,3 +367,26 @@ def test_a_harmony_call_that_the_prompt_begins():
     assert (
         segments == [("call", "weather"), ("arguments", '{"days": 1}')] and parser.is_finished and parser.num_calls == 1
     )
+
+
+# --- any text ---------------------------------------------------------------------------------------------------------
+
+FRAGMENTS = (
+    """<think> </think> <tool_call> </tool_call> <arg_key> </arg_key> <arg_value> </arg_value> { } [ ] " \\ , : <
+{"name": "arguments": "weather" weather now functions. days null 1 x <|channel|> <|message|> <|start|> <|end|> <|call|>
+assistant analysis to= final user""".split()
+    + [" ", "\n", WEATHER, NOW, GLM, '{"name": "now", "arguments": {']
+)
+
+
+@pytest.mark.parametrize("parser_class", [ReplyParser, HarmonyParser])
+@given(parts=st.lists(st.sampled_from(FRAGMENTS), max_size=12), is_truncated=st.booleans(), data=st.data())
+def test_any_text_is_parsed_and_its_increments_do_not_matter(parser_class, parts, is_truncated, data):
+    """An exception in a parser ends a stream without its last events."""
+    options = {"parser_class": parser_class, "tools": SCHEMAS, "is_truncated": is_truncated}
+    if parser_class is ReplyParser:
+        options["reasoning"] = data.draw(st.sampled_from(["off", "maybe", "open"]))
+    text = "".join(parts)
+    whole = parse([text], **options)
+    assert parse(parts, **options) == whole == parse(text, **options)
+    assert all(name in SCHEMAS for name, _ in whole["calls"])
