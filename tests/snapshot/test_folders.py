@@ -11,7 +11,7 @@ from load.model import open_snapshot
 from settings import Settings
 from snapshot.folder import find_snapshot, own_files, snapshot_name
 from snapshot.index import INDEX_FILE
-from tests.conftest import ROOT
+from tests.conftest import FAMILIES, FIXTURES, ROOT
 from tests.support.hostile import (
     MODEL_BYTES,
     NAMES,
@@ -235,3 +235,9 @@ def test_every_door_takes_a_model_of_a_hub_cache(cache, tmp_path, run_colibri):
     assert b"SNAP_MIRROR" in done.stderr and done.returncode == 2
     done = run_colibri(SNAP=cache, RAM_GB=4)
     assert b"[snapshot] Name-7B: glm_moe_dsa" in done.stderr and done.returncode in (0, 1), done.stderr
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_an_ordinary_snapshot_has_no_notice(name):
+    """Nothing disagrees in what transformers has saved, and every tensor has its place."""
+    assert notices(FIXTURES / name) == [] == notices(FIXTURES / name, DRAFT="0")

@@ -72,6 +72,19 @@ def test_other_values_in_a_tokenizer(text_folder, key, inside, value):
     opened(text_folder, text_of)
 
 
+KEYS = ("added_tokens_decoder", "eos_token", "extra_special_tokens", "chat_template", "bos_token")
+tokens = st.dictionaries(st.sampled_from(["content", "special", "lstrip"]), odd, max_size=3)
+decoders = st.dictionaries(st.sampled_from(["2021", "5", "x", "9" * 5000]), tokens | odd, max_size=3) | odd
+
+
+@few
+@given(st.dictionaries(st.sampled_from(KEYS), odd, max_size=2), decoders, odd | tokens.map(lambda t: {"eos_token": t}))
+def test_other_values_in_the_files_that_declare_tokens(text_folder, fields, decoder, mapped):
+    (text_folder / "tokenizer_config.json").write_bytes(dump({"added_tokens_decoder": decoder} | fields))
+    (text_folder / "special_tokens_map.json").write_bytes(dump(mapped))
+    opened(text_folder, text_of)
+
+
 def test_text_that_is_not_utf8(text_folder):
     for name in TEXT_FILES:
         with replaced(text_folder / name, (text_folder / name).read_bytes() + b"\xff"):
