@@ -18,7 +18,7 @@ INLINE int64_t bytes_of(int kind, int64_t columns) {
 }
 INLINE void float_rows(int kind, int R, int n, const weight_t *w, int64_t row, const float *const *x, float *out,
                        int64_t out_stride) {
-    const int64_t columns = w->columns;
+    const int64_t columns = w->columns, ahead = R > 1 ? R * w->row_bytes : PAGE_AHEAD; /* the next rows, or this one */
     vf acc[GEMV_ROWS][GEMV_ROWS], scale[GEMV_ROWS];
     UNROLL
     for (int i = 0; i < R; i++)
@@ -40,8 +40,8 @@ INLINE void float_rows(int kind, int R, int n, const weight_t *w, int64_t row, c
                 memset(last, 0, sizeof last);
                 memcpy(last, at, (size_t)bytes_of(kind, columns - c)), at = last;
             } else {
-                __builtin_prefetch(at + PAGE_AHEAD);
-                if (kind == F32) __builtin_prefetch(at + PAGE_AHEAD + 64);
+                __builtin_prefetch(at + ahead);
+                if (kind == F32) __builtin_prefetch(at + ahead + 64);
             }
             if (kind == FP8 && c % 128 == 0) scale[i] = vf_set1(scale_at(w, (row + i) / 128 * w->row_scales + c / 128));
             UNROLL
