@@ -42,6 +42,7 @@ static __attribute__((noinline)) void unpack_tile_scales(const weight_t *w, int6
 
 #ifdef AVX512AMX
 #include "amx.h"
+INLINE int64_t tokens_at_once(int64_t left) { return left < TILE_TOKENS ? left : TILE_TOKENS; }
 #else
 #define TILE_TOKENS 6 /* token rows whose sums stay in registers, with one half of the tile or both: */
 #ifdef AVX2
@@ -49,6 +50,8 @@ static __attribute__((noinline)) void unpack_tile_scales(const weight_t *w, int6
 #else
 #define HALVES 2
 #endif
+/* Each of these numbers has code of its own. */
+INLINE int64_t tokens_at_once(int64_t left) { return left >= TILE_TOKENS ? TILE_TOKENS : left >= 4 ? 4 : left >= 2 ? 2 : 1; }
 
 /* 32 weight rows from `row` -> tile [segments][2][16][64 bytes], for 4 columns at a time those of 16 rows; scales as of
  * unpack_tile_scales. Rows beyond the end are zero. */
@@ -144,9 +147,9 @@ INLINE void multiply_tile(int kind, int n, const uint8_t *tile, const float *sca
     static void name(int n, const uint8_t *tile, const float *scales, int64_t columns, const quantized_t *a,                 \
                      const int64_t *rows, int64_t first, float out[][TILE_ROWS]) {                                      \
         if (SPECIAL && n == TILE_TOKENS) multiply_tile(kind, TILE_TOKENS, tile, scales, columns, a, rows, first, out);       \
-        else if (SPECIAL && TILE_TOKENS > 4 && n == 4)                                                                   \
-            multiply_tile(kind, 4, tile, scales, columns, a, rows, first, out);                                            \
-        else multiply_tile(kind, n, tile, scales, columns, a, rows, first, out);                                           \
+        else if (SPECIAL && n == 4) multiply_tile(kind, 4, tile, scales, columns, a, rows, first, out);                   \
+        else if (SPECIAL && n == 2) multiply_tile(kind, 2, tile, scales, columns, a, rows, first, out);                   \
+        else multiply_tile(kind, SPECIAL ? 1 : n, tile, scales, columns, a, rows, first, out);                            \
     }
 GEMM_KERNEL(gemm_int8, INT8)
 GEMM_KERNEL(gemm_int4, INT4)
@@ -174,12 +177,13 @@ void gemm_int(const weight_t *w, const quantized_t *a, const int64_t *rows, int6
         uint8_t *tile = scratch + (r - row) / TILE_ROWS * bytes;
         k->unpack(w, r, blocks, tile, scales_of_tile(tile, w->columns));
     }
-    for (int64_t i = 0; i < count; i += TILE_TOKENS)
+    for (int64_t i = 0, m; i < count; i += m) {
+        m = tokens_at_once(count - i);
         for (int64_t r = row; r < stop; r += TILE_ROWS) {
             const uint8_t *tile = scratch + (r - row) / TILE_ROWS * bytes;
-            int64_t m = count - i < TILE_TOKENS ? count - i : TILE_TOKENS;
             int64_t n = stop - r < TILE_ROWS ? stop - r : TILE_ROWS;
             k->multiply((int)m, tile, scales_of_tile(tile, w->columns), w->columns, a, rows, i, sums);
             for (int64_t t = 0; t < m; t++) memcpy(out + (i + t) * out_stride + r, sums[t], (size_t)(4 * n));
         }
+    }
 }

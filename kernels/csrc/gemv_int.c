@@ -56,9 +56,10 @@ INLINE vi block_sums(int kind, const vb *u, const int8_t *codes) {
     vi v[16];
     UNROLL
     for (int i = 0; i < 16 / each; i++) {
-        vi p = vi_zero();
+        const vb first = vb_load(x + 64 * i * each);
+        vi p = kind == INT8 ? dot(vi_zero(), u[i], first) : dot15_first(u[i * each], first);
         UNROLL
-        for (int j = i * each; j < i * each + each; j++)
+        for (int j = i * each + 1; j < i * each + each; j++)
             p = kind == INT8 ? dot(p, u[j], vb_load(x + 64 * j)) : dot15(p, u[j], vb_load(x + 64 * j));
         v[i] = kind == INT8 ? p : dot15_end(vi_zero(), p);
     }

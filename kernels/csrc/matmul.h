@@ -4,7 +4,13 @@
 #include "pool.h"
 
 #define GEMM_ROWS 16 /* from this many token rows on GEMM, below GEMV; for integer weights: */
-#define GEMM_INT_ROWS (HAS_AMX ? 8 : GEMM_ROWS)
+#if defined(AVX512AMX)
+#define GEMM_INT_ROWS 8
+#elif defined(AVX2)
+#define GEMM_INT_ROWS 6
+#else
+#define GEMM_INT_ROWS GEMM_ROWS
+#endif
 #define GEMV_ROWS 4  /* token rows that one pass over a weight row serves */
 #define ITEM_ROWS 32 /* weight rows of a work item */
 #define LARGE_COUNT 128 /* from this many token rows on an item is larger, so that activations are read less often */

@@ -289,6 +289,7 @@ INLINE __m256i add_words(__m256i p, __m256i x) {
     __asm__("vpaddw %1, %0, %0" : "+x"(p) : "x"(x));
     return p;
 }
+#define dot15_first(u, s) PAIR(vi, _mm256_maddubs_epi16((u).a, (s).a), _mm256_maddubs_epi16((u).b, (s).b))
 INLINE vi dot15(vi p, vb u, vb s) {
     return PAIR(vi, add_words(p.a, _mm256_maddubs_epi16(u.a, s.a)), add_words(p.b, _mm256_maddubs_epi16(u.b, s.b)));
 }
@@ -437,6 +438,9 @@ INLINE float vf_max_of(vf a) {
 
 #ifndef IN_REGISTER
 #define IN_REGISTER(x)
+#endif
+#ifndef dot15_first /* dot15 after dot15_start(zero) */
+#define dot15_first(u, s) dot15(vi_zero(), u, s)
 #endif
 
 /* The sum of 16 lanes, in one fixed order: lane i and i + 8, then i + 4, i + 2, the last two. */
