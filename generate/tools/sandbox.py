@@ -69,20 +69,30 @@ def execute_code(
     check_arguments(code, timeout, memory_bytes, output_bytes)
     has_walls = not unsafe or missing_wall() is None
     run = InterpreterRun(code, timeout, memory_bytes or 0, output_bytes, has_walls)
-    if has_walls:
-        run.start("/")
-    else:
-        with temporary_folder() as folder:
+    try:
+        with contextlib.nullcontext("/") if has_walls else temporary_folder() as folder:
             run.start(folder)
+    except OSError as error:  # no process or descriptor is left for it, or no folder
+        raise Refused(f"programs of the model cannot be run: {reason(error)}") from None
     return run.result()
 
 
-@functools.cache
 def missing_wall() -> str | None:
-    """Tried once by running nothing -> why the walls cannot be built here, or None."""
+    """-> why the walls cannot be built here, or None."""
+    try:
+        try_walls()
+    except OSError as error:
+        return reason(error)
+    return None
+
+
+@functools.cache  # remembers that they can be built; an error may be that of a moment
+def try_walls() -> None:
     run = InterpreterRun("", 60.0, 0, 1000, has_walls=True)
     run.start("/")
-    return run.refusal()
+    missing = run.refusal()
+    if missing is not None:
+        raise OSError(missing)
 
 
 def describe_walls(unsafe: bool) -> str:
@@ -237,10 +247,7 @@ def read_streams(selector: selectors.BaseSelector, deadline: float) -> bool:
 
 @contextlib.contextmanager
 def temporary_folder() -> Iterator[str]:
-    try:
-        folder = tempfile.mkdtemp(prefix="execute_code_")
-    except OSError as error:
-        raise Refused(f"no folder for programs of the model: {reason(error)}; set TMPDIR to one") from None
+    folder = tempfile.mkdtemp(prefix="execute_code_")
     try:
         yield folder
     finally:

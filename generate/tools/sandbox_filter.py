@@ -31,14 +31,18 @@ acct 163 89                     quotactl 179 60                 quotactl_fd 443 
 clock_settime 227 112           adjtimex 159 171                clock_adjtime 305 266           sethostname 170 161
 setdomainname 171 162           migrate_pages 256 238           move_pages 279 239              vhangup 153 58
 clone 56 220                    clone3 435 435                  socket 41 198                   socketpair 53 199
+setsockopt 54 208
 """
 WORDS = TABLE.split()
 NUMBERS = {name: pair for name, *pair in zip(WORDS[::3], WORDS[1::3], WORDS[2::3], strict=True)}
-JUDGED = ("clone", "clone3", "socket", "socketpair")  # by their arguments
+JUDGED = ("clone", "clone3", "socket", "socketpair", "setsockopt")  # by their arguments
 DENIED = tuple(name for name in NUMBERS if name not in JUDGED)
 LAST_KNOWN = 456  # futex_requeue; what later kernels bring is not there, and the C library does without
 NEW_NAMESPACES = 0x7E020000  # CLONE_NEW* of clone
 FAMILIES = (1, 2, 10)  # unix, IPv4, IPv6; others reach the host (vsock) or parts of the kernel that nobody needs
+
+SOL_SOCKET = 1
+BUFFER_OPTIONS = (7, 8, 32, 33)  # SO_SNDBUF, SO_RCVBUF and the same by force, of SOL_SOCKET
 
 LOAD, EQUAL, GREATER, ANY_BIT, RETURN = 0x20, 0x15, 0x25, 0x45, 0x06  # instructions of BPF
 KILL, ERROR, ALLOW = 0x80000000, 0x00050000, 0x7FFF0000
@@ -75,6 +79,10 @@ def build_filter(denied: Iterable[str] = DENIED) -> bytes:
     known = [(EQUAL, len(FAMILIES) - at, 0, family) for at, family in enumerate(FAMILIES)]
     family = [(LOAD, 0, 0, ARGUMENT), *known, (RETURN, 0, 0, ERROR | errno.EAFNOSUPPORT), (RETURN, 0, 0, ALLOW)]
     program += answer("socket", family) + answer("socketpair", family)
+    # Sizes of buffers stay what sandbox_walls.py counts. The answer is 0: the kernel too takes less than asked.
+    sizes = [(EQUAL, len(BUFFER_OPTIONS) - at, 0, option) for at, option in enumerate(BUFFER_OPTIONS)]
+    level = [(LOAD, 0, 0, ARGUMENT + 8), (EQUAL, 0, len(sizes) + 1, SOL_SOCKET), (LOAD, 0, 0, ARGUMENT + 16)]
+    program += answer("setsockopt", [*level, *sizes, (RETURN, 0, 0, ALLOW), (RETURN, 0, 0, ERROR)])
     return b"".join(struct.pack("HBBI", *instruction) for instruction in [*program, (RETURN, 0, 0, ALLOW)])
 
 

@@ -21,7 +21,8 @@ LIBC = ctypes.CDLL(None, use_errno=True)
 FILE_BYTES = 64 << 20  # of each file that the code writes
 FOLDER_BYTES = 128 << 20  # of all its files, where memory has no bound; otherwise half of the bound
 MAX_FILES = 10_000  # folders count
-MAX_DESCRIPTORS = 128  # of each process: what waits in sockets is memory that no limit counts
+MAX_DESCRIPTORS = 128  # of each process
+SOCKET_BYTES = 212_992  # what waits in a socket at most, by the kernel's default
 PROCESSES = 64  # threads count
 NOBODY = 65534
 HOST_NAME = b"sandbox"
@@ -151,6 +152,8 @@ def drop_privileges() -> None:
         with suppress(OSError):  # then its processes are counted for this call alone, otherwise for all calls together
             call("unshare", CLONE_NEWUSER)
     give_up_capabilities()
+    if not os.access(os.__file__, os.R_OK):
+        raise OSError(f"{os.path.dirname(os.__file__)} is not readable for other users than root")
 
 
 def give_up_capabilities() -> None:
@@ -183,10 +186,11 @@ def limit(kind: int, value: int, extra: int = 0) -> None:
 
 
 def is_memory_exceeded(first: int, folder: int, memory_bytes: int) -> bool:
-    """Of the process `first`, its descendants and the files together, as the keeper sees them. Pages that several
-    processes share count once; that takes longer to ask, and is asked only where it matters."""
+    """Of the process `first`, its descendants, the files and what sockets may hold, as the keeper sees them. Pages that
+    several processes share count once; that takes longer to ask, and is asked only where it matters."""
     files = os.fstatvfs(folder)
     left = memory_bytes - (files.f_blocks - files.f_bfree) * files.f_frsize
+    left -= Path("/proc/thread-self/net/unix").read_bytes().count(b"\n") * SOCKET_BYTES
     pids = list(descendants(first))
     return sum(map(resident_bytes, pids)) > left and sum(map(proportional_bytes, pids)) > left
 
@@ -200,15 +204,17 @@ def descendants(pid: int) -> Iterator[int]:
 
 
 def resident_bytes(pid: int) -> int:
-    with suppress(OSError, IndexError):  # it ended
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
-    return 0
+    return sum_of_fields(f"/proc/{pid}/status", "VmRSS", "VmSwap")
 
 
 def proportional_bytes(pid: int) -> int:
     """A process that hides its memory counts with all that it shares."""
-    try:
-        fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:])
-        return sum(int(fields[name].split()[0]) << 10 for name in ("Pss_Anon", "Pss_Shmem"))
-    except (OSError, KeyError):
-        return resident_bytes(pid)
+    return sum_of_fields(f"/proc/{pid}/smaps_rollup", "Pss_Anon", "Pss_Shmem", "SwapPss") or resident_bytes(pid)
+
+
+def sum_of_fields(path: str, *names: str) -> int:
+    """Of lines `name: number kB`; 0 where the process ended or hides them."""
+    with suppress(OSError):
+        lines = (line.partition(":") for line in Path(path).read_text().splitlines())
+        return sum(int(value.split()[0]) << 10 for name, _, value in lines if name in names)
+    return 0

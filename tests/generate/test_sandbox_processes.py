@@ -1,5 +1,6 @@
 """execute_code: no process, descriptor or folder is left behind, and nothing gets out."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -67,20 +68,32 @@ def test_a_wall_that_fails_half_way_is_a_refusal(name, walls):
         without_namespaces(lambda: execute_code("print(1)"), name)
 
 
+def test_a_call_without_descriptors_is_a_refusal(monkeypatch):
+    """A tool's trouble must not end the chat that called it with a traceback."""
+
+    def start(*arguments, **options):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    with pytest.raises(Refused, match=r"programs of the model cannot be run: .*Too many open files"):
+        execute_code("print(1)")
+
+
 def engine_at_work():
-    """An engine in a process of its own, once a grandchild of its code is running."""
-    code = BEATING.format(path="/tmp/beat") + "time.sleep(60)"
+    """An engine in a process of its own, once its code has two children."""
+    code = "import posix, time\nfor _ in range(2):\n    if posix.fork() == 0:\n        posix.setsid()\n        break\n"
+    code += "time.sleep(60)"
     call = f"from generate.tools.sandbox import execute_code\nexecute_code({code!r}, timeout=50)"
     engine = subprocess.Popen([sys.executable, "-c", call], cwd=ROOT)
     deadline = time.monotonic() + 30
-    while len(processes_of(engine.pid)) < 4 and time.monotonic() < deadline:  # keeper, first, runner, grandchild
+    while len(processes_of(engine.pid)) < 5 and time.monotonic() < deadline:  # keeper, first process, runner, two
         time.sleep(0.02)
     return engine
 
 
 def test_the_code_dies_with_the_engine(walls):
     with engine_at_work() as engine:
-        assert len(processes_of(engine.pid)) >= 4
+        assert len(processes_of(engine.pid)) == 5
         engine.kill()
     assert wait_for_none(engine.pid) == []
 

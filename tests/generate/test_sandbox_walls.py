@@ -168,6 +168,22 @@ def test_files_and_processes_count_together():
     assert result.memory_exceeded
 
 
+def test_what_waits_in_sockets_counts():
+    """Seen: 58 processes put 3 GB into sockets whose buffers they had enlarged."""
+    code = f"""
+    import socket, time
+    pairs = [socket.socketpair() for _ in range(60)]
+    for sender, _ in pairs:
+        sender.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * {MIB})
+        sender.setblocking(False)
+    print(sender.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF))
+    time.sleep(1)
+    """
+    size = int(succeed(dedent(code), memory_bytes=None))
+    assert size <= 212_992
+    assert succeed(dedent(code)) and fail(dedent(code), memory_bytes=32 * MIB).memory_exceeded
+
+
 def test_pages_that_processes_share_count_once():
     code = f"block = b'x' * (60 * {MIB})" + HOLDING.format(each=10, seconds=0.5)
     assert succeed(code, memory_bytes=200 * MIB) == ""

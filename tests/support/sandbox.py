@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from generate.tools import sandbox_walls
-from generate.tools.sandbox import execute_code, missing_wall
+from generate.tools.sandbox import execute_code, try_walls
 from generate.tools.sandbox_filter import build_filter, install_filter
 
 linux = pytest.mark.skipif(not sandbox_walls.LINUX, reason="only Linux has it")
@@ -63,12 +63,12 @@ def without_namespaces(function, denied="unshare"):
         install_filter(build_filter([denied]))
         return function()
 
-    missing_wall.cache_clear()
+    try_walls.cache_clear()
     try:
         with ThreadPoolExecutor(1) as pool:
             return pool.submit(work).result()
     finally:
-        missing_wall.cache_clear()
+        try_walls.cache_clear()
 
 
 def processes_of(engine=None):
