@@ -18,6 +18,7 @@ from kernels.build import (
     usable_variants,
 )
 from kernels.formats import FORMATS, FP8
+from kernels.kv_rows import Int8Rows, int8_row_bytes
 from kernels.native import KV_KINDS, Native, struct_of
 from kernels.reference import rope_angles
 from kernels.structs import CALLS, STRUCTS
@@ -39,7 +40,7 @@ OTHERS = ("f32", "bf16", "f16", "fp8-b128", "int4-g16", "int8-g96")
 # In the order of fixtures/neon_check.c.
 OPERATIONS = (
     *("linear", "experts", "mla", "index_scores", "gated_mlp", "add_weighted", "rms_norm", "layer_norm", "rope"),
-    *("route", "top_k_positions", "logprobs", "gqa"),
+    *("route", "top_k_positions", "logprobs", "gqa", "quantize_kv"),
 )
 
 
@@ -235,8 +236,17 @@ def add_gqa(memory, native):
 def add_indexer(memory, native):
     for T, H, D, S in ((5, 8, 16, 40), (20, 32, 128, 130), (1, 3, 20, 1)):
         for dtype, kind in KV_KINDS.items():
-            tensors = dict(queries=randn(T, H, D), weights=randn(T, H, seed=1), keys=randn(S, D, seed=2).to(dtype))
-            expected, sizes = native.index_scores(*tensors.values()), dict(count=T, heads=H, width=D, positions=S)
+            tensors = dict(queries=randn(T, H, D), weights=randn(T, H, seed=1), keys=randn(S, D, seed=2))
+            if dtype == torch.int8:
+                data = torch.empty(S, int8_row_bytes(D), dtype=torch.uint8)
+                native.quantize_kv(tensors["keys"], 1, data)
+                expected = native.index_scores(tensors["queries"], tensors["weights"], Int8Rows(data, D))
+                memory.call(f"quantize {S} {D}", "quantize_kv", data, x=tensors["keys"], rows=S, width=D)
+                tensors["keys"] = data
+            else:
+                tensors["keys"] = tensors["keys"].to(dtype)
+                expected = native.index_scores(*tensors.values())
+            sizes = dict(count=T, heads=H, width=D, positions=S)
             memory.call(f"index {T} {H} {D} {S} {dtype}", "index_scores", expected, kind=kind, **sizes, **tensors)
 
 
