@@ -3,14 +3,17 @@
 colibri.py and the scripts call Settings.read and pass the values down; no other file reads the environment (a test).
 """
 
+import ipaddress
 import os
+import re
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from errors import Refused
+from errors import Refused, show
 from machine.fields import TextFieldReader
 
 EMBEDDED_SNAPSHOT = Path(__file__).resolve().parent / "models" / "tiny"
@@ -19,6 +22,7 @@ EMBEDDED_SNAPSHOT = Path(__file__).resolve().parent / "models" / "tiny"
 KERNELS = ("native", "reference", "avx512amx", "avx512vnni", "avx512", "avxvnni", "avx2", "neondot", "neon", "portable")
 
 MAX_DRAFT = 16
+LOOPBACK = "127.0.0.1"
 DEFAULT_TEMPERATURE = 0.7  # of the modes that sample
 BITS = ("16", "8", "4", "2")
 # NGEN where it is not set: HTTP requests bound their answers themselves.
@@ -64,6 +68,16 @@ cap: expert slots per layer, 0 = what the budget allows; bits: 16 = as stored, 8
 Every variable: docs/env_vars.md"""
 
 
+# Values that other programs give to the same names.
+SNAP_PACKAGE = re.compile(r"(/var/lib/snapd)?/snap/[^/]+/(x?\d+|current)/?")  # in the terminals of snap packages
+SHELL_PROMPT = re.compile(  # the PROMPT of zsh and cmd: escapes and signs, and no word between them
+    r"""(?=.*(?:%\d*[a-zA-Z#~/({]|\$[a-zA-Z_](?!\w)))
+    (?>%\d*[a-zA-Z#~/!?.@_^)](?:\{[^{}]*\})?|%\d*\{.*?%\}|%\d*\(.|\$e\[[\d;]*m|\$[a-zA-Z_+&|](?!\w)
+    |\$[a-zA-Z_]\w*(?:\[\w+\])?|\$\([^()]*\)|\$\{[^{}]*\}|\x1b\[[\d;]*m|[^\w%$]|\$(?!\w))+""",
+    re.VERBOSE | re.DOTALL,
+)
+
+
 class Environ(TextFieldReader):
     """Typed reads of an environment. A variable set to nothing counts as unset, except in `utf8` and `present`."""
 
@@ -76,7 +90,59 @@ class Environ(TextFieldReader):
     def find(self, name: str) -> str | None:
         return self.values.get(name) or self.defaults.get(name)
 
-    path = find  # a file name stays as the system gave it
+    def path(self, name: str) -> str | None:
+        """A file name, as the system gave it; 0 is none."""
+        value = self.find(name)
+        return None if value == "0" else value
+
+    def ignore(self, name: str, why: str, instead: Any = None) -> Any:
+        """Notice that a value is not used -> what is used instead."""
+        self.notices.append(f"[env] {name}={show(self.values[name])} {why}: ignored, see docs/env_vars.md")
+        return instead
+
+    def snapshot(self, name: str) -> str | None:
+        value = self.path(name)
+        if value and SNAP_PACKAGE.fullmatch(value):
+            value = self.ignore(name, "is set by the snap package of this terminal")
+        return value
+
+    def prompt(self, name: str) -> str | None:
+        """A text. A shell that exports its own PROMPT must not choose the mode."""
+        text = self.utf8(name)
+        if text and SHELL_PROMPT.fullmatch(text):
+            text = self.ignore(name, "is a shell's prompt")
+        return text
+
+    def prefix(self, name: str) -> bool:
+        """A flag. Conda, Termux and many makefiles use the name for the folder that programs are installed in."""
+        is_folder = "/" in (self.find(name) or "")
+        return bool(self.ignore(name, "is a folder", True) if is_folder else self.flag(name, True))
+
+    def server(self, name: str, read: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """A value that a server alone reads: in other modes whatever it holds is no matter."""
+        is_used = self.find(name) and self.find("SERVE") in SERVE_NGEN
+        return read(self if is_used else Environ({}), name, *arguments, **options)
+
+    def address(self, name: str) -> str:
+        """An address to listen on. Conda sets the name to a triplet, tcsh to the name of the machine."""
+        value = (self.utf8(name) or "").strip("[]")
+        if value in ("", "0", "localhost"):
+            return value if value == "localhost" else LOOPBACK
+        try:
+            return str(ipaddress.ip_address(value))
+        except ValueError:
+            return str(self.ignore(name, "is no numeric address, and other programs use the name", LOOPBACK))
+
+    def key(self, name: str) -> str | None:
+        """A key that clients must send."""
+        key = self.utf8(name) or None
+        if key == "0":
+            raise Refused(f"{name}=0 would be the key that clients must send; unset it to ask for none")
+        return key
+
+    def words(self, name: str) -> tuple[str, ...]:
+        text = self.utf8(name) or ""
+        return () if text == "0" else tuple(text.replace(",", " ").split())
 
     def utf8(self, name: str) -> str | None:
         """The value as UTF-8, whatever the locale made of its bytes."""
@@ -87,10 +153,31 @@ class Environ(TextFieldReader):
             raise Refused(f"{name} is not valid UTF-8; check the terminal's encoding") from None
 
     def cache_folder(self, name: str) -> Path:
-        return Path(self.path(name) or Path.home() / ".cache") / "colibri.py"
+        """XDG_CACHE_HOME, or .cache of the home folder; where there is none that can be written, a temporary folder."""
+        value = self.path(name)
+        if value and os.path.isabs(value):
+            return Path(value, "colibri.py")
+        if value:
+            self.ignore(name, "is no absolute path")
+        try:
+            home = Path.home() / ".cache"
+            if os.access(next(path for path in (home, *home.parents) if path.exists()), os.W_OK | os.X_OK):
+                return home / "colibri.py"
+        except (RuntimeError, OSError):  # no HOME, and a user id without an entry; folders that cannot be entered
+            pass
+        try:
+            folder = Path(tempfile.gettempdir(), f"colibri.py-{os.getuid()}")
+        except OSError:  # nowhere a file can be written
+            folder = Path("/nonexistent")
+        self.notices.append(f"[env] no home folder that can be written: {folder} takes its place; set {name}")
+        return folder
 
     def present(self, name: str) -> bool:
         return name in self.values
+
+    def is_on(self, name: str) -> bool:
+        """A switch that anything turns on, but for 0 and nothing."""
+        return self.find(name) not in (None, "", "0")
 
     def draft(self, name: str) -> str:
         value = self.find(name)
@@ -101,7 +188,7 @@ class Environ(TextFieldReader):
         value = self.find(name)
         number = self.to_number(value or "-1")
         if number is None:
-            self.notices.append(f"[env] {name}={value!r} is not a number: ignored, as no temperature")
+            self.ignore(name, "is not a number")
         return DEFAULT_TEMPERATURE if number is None or number < 0 else number
 
 
@@ -119,20 +206,20 @@ class Settings:
     dense_bits: int
     tools: bool  # of a chat
     notices: tuple[str, ...]
-    snap: str = variable(Environ.path)
+    snap: str = variable(Environ.snapshot)
     score: str | None = variable(Environ.path)
     serve: str | None = variable(Environ.one_of, ("1", "stdio", "0"), None)  # 1, stdio, or None for 0
-    prompt: str | None = variable(Environ.utf8)
+    prompt: str | None = variable(Environ.prompt)
     ref: str | None = variable(Environ.path)
-    replay: bool = variable(Environ.present)
-    tf: bool = variable(Environ.present)
+    replay: bool = variable(Environ.is_on)
+    tf: bool = variable(Environ.is_on)
     report: str | None = variable(Environ.path)
     ngen: int = variable(Environ.whole, low=1)  # max_tokens
     ctx: int = variable(Environ.whole, 0)  # max_model_len; 0 = 4096, or less if the model has fewer positions
     chat: bool = variable(Environ.flag, False)
     think: bool = variable(Environ.flag, False)
     unsafe_sandbox: bool = variable(Environ.flag, False)  # run programs of the model where no walls can be built
-    prefix: bool = variable(Environ.flag, True)
+    prefix: bool = variable(Environ.prefix)
     temp: float = variable(Environ.temperature)
     nucleus: float = variable(Environ.number, 0.90, -1e9, 1e9)  # top_p
     seed: int = variable(lambda env, name: env.whole(name, time.time_ns() % 2**32, 0, 2**64 - 1))
@@ -150,13 +237,13 @@ class Settings:
     lookahead: str = variable(Environ.one_of, ("auto", "0", "1"), "auto")  # expert prefetch
     usage: bool = variable(Environ.flag, True)  # record the expert usage over runs
     route_trace: str | None = variable(Environ.path)  # file to which the active experts are appended
-    host: str = variable(lambda env, name: env.utf8(name) or "127.0.0.1")  # address that the server listens on
-    port: int = variable(Environ.whole, 8000, 0, 65535)  # 0 = any that is free
-    api_key: str | None = variable(lambda env, name: env.utf8(name) or None)
+    host: str = variable(Environ.server, Environ.address)  # that the server listens on
+    port: int = variable(Environ.server, Environ.whole, 8000, 0, 65535)  # 0 = any that is free
+    api_key: str | None = variable(Environ.server, Environ.key)
     # Host names of the server, besides numeric addresses and localhost.
-    allowed_hosts: tuple[str, ...] = variable(lambda env, name: tuple((env.utf8(name) or "").replace(",", " ").split()))
-    kv_slots: int = variable(Environ.whole, 0, 1, 64)  # conversations at once; 0 = 4, or fewer as the budget asks
-    queue: int = variable(Environ.whole, 64, 0, 1 << 16)  # requests that may wait
+    allowed_hosts: tuple[str, ...] = variable(Environ.server, Environ.words)
+    kv_slots: int = variable(Environ.whole, 0, 0, 64)  # conversations at once; 0 = 4, or fewer as the budget asks
+    queue: int = variable(Environ.server, Environ.whole, 64, 0, 1 << 16)  # requests that may wait
     kvsave: bool = variable(Environ.flag, False)  # keep KV caches of conversations over a restart
     # Folder of compiled kernels, drive speeds, usage histories, saved conversations.
     cache: Path = variable(Environ.cache_folder, name="XDG_CACHE_HOME")  # noqa: RUF009 - a field
@@ -190,12 +277,12 @@ class Settings:
             raise Refused(f"{len(arguments)} arguments, at most 3 are known: cap, expert_bits, dense_bits")
         positional = TextFieldReader(dict(zip(("cap", "expert_bits", "dense_bits"), arguments, strict=False)))
         env = Environ(os.environ if environ is None else environ, DRAFT=draft)
-        if env.flag("CHAT", False) and not env.present("PROMPT"):
+        if env.flag("CHAT", False) and not Environ(env.values).prompt("PROMPT"):
             ngen = CHAT_NGEN
         env.defaults["NGEN"] = str(SERVE_NGEN.get(env.find("SERVE") or "", ngen))
-        if not snap and not env.find("SNAP"):
-            env.notices.append("[snapshot] SNAP is not set: models/tiny, the embedded model")
         values = {setting.name: setting.metadata["read"](env, name) for name, setting in VARIABLES.items()}
+        if not snap and not values["snap"]:
+            env.notices.append("[snapshot] SNAP is not set: models/tiny, the embedded model")
         values["snap"] = snap or values["snap"] or str(EMBEDDED_SNAPSHOT)
         if values["serve"] == "0":
             values["serve"] = None

@@ -72,9 +72,9 @@ def snapshot_folder(settings: Settings) -> Path:
     return find_snapshot(folder)
 
 
-def open_snapshot(settings: Settings, kv_slots: int = 1) -> OpenedSnapshot:
+def open_snapshot(settings: Settings, kv_slots: int = 1, anywhere: bool = False) -> OpenedSnapshot:
     """Read the headers and plan the memory, with kv_slots KV caches of CTX positions. Refused for a bad snapshot, and
-    for one that does not fit in memory."""
+    for one that does not fit in memory. anywhere: for a plan alone, RAM_GB may be more than this machine has."""
     folder = snapshot_folder(settings)
     config, family = read_config(folder)
     num_active = config.num_active_experts
@@ -94,7 +94,7 @@ def open_snapshot(settings: Settings, kv_slots: int = 1) -> OpenedSnapshot:
     context = settings.ctx or min(DEFAULT_CONTEXT, config.max_positions)
     tokenizer = folder / "tokenizer.json"
     tokenizer_bytes = TOKENIZER_FACTOR * tokenizer.stat().st_size if tokenizer.is_file() else 0
-    plan = make_plan(settings, dense, disk, context, tokenizer_bytes, kv_slots)
+    plan = make_plan(settings, dense, disk, context, tokenizer_bytes, kv_slots, anywhere)
     lossy = dict(lossy_options(settings, num_active, dense, disk))
     notices = (*snapshot_notices(dense), *(f"[lossy] {line}" for line in lossy.values()))
     notices += *format_notices(settings, dense, disk), *run_notices(settings, dense, plan)

@@ -15,7 +15,7 @@ from forward.kv_cache import kv_cache_bytes
 from forward.scratch import scratch_bytes
 from kernels.build import has_compiler
 from kernels.quantize import ROWS_BYTES
-from machine.memory import available_bytes, rss_bytes
+from machine.memory import available_bytes, rss_bytes, total_bytes
 from settings import Settings
 from snapshot.dense import DenseTensors
 
@@ -96,26 +96,38 @@ def gb(num_bytes: float) -> str:
     return f"{num_bytes / 1e9:.3f} GB"
 
 
-def memory_budget(ram_gb: float) -> tuple[int, str]:
-    """-> (bytes, where the number comes from). ram_gb 0 asks host and cgroup."""
-    if ram_gb:
-        return int(ram_gb * 1e9), f"RAM_GB={ram_gb:g}"
-    available = available_bytes()
+def memory_budget(ram_gb: float, anywhere: bool = False) -> tuple[int, str]:
+    """-> (bytes, where the number comes from). ram_gb 0 asks host and cgroup; so does more than they have at all, but
+    for a plan that may be of another machine."""
+    budget, asked, available = int(ram_gb * 1e9), f"RAM_GB={ram_gb:g}", available_bytes()
+    total, limit = total_bytes() or (None, "")
+    excess = f"{asked} is more than the {gb(total)} that {limit}" if total and budget > total else ""
+    if budget and (anywhere or not excess):
+        free = None if available is None else available + rss_bytes()
+        short = f", but only {gb(free)} are free now" if free and budget > free else ""
+        return budget, excess or asked + short
     if available is None:
         return int(UNKNOWN_BUDGET), "free memory is unknown, 8 GB assumed; set RAM_GB"
-    return int(AUTO_SHARE * (available + rss_bytes())), "88 % of free memory"
+    return int(AUTO_SHARE * (available + rss_bytes())), "; ".join(filter(None, ("88 % of free memory", excess)))
 
 
 def make_plan(
-    settings: Settings, dense: DenseTensors, disk: ExpertDisk, context: int, tokenizer_bytes: int, kv_slots: int
+    settings: Settings,
+    dense: DenseTensors,
+    disk: ExpertDisk,
+    context: int,
+    tokenizer_bytes: int,
+    kv_slots: int,
+    anywhere: bool = False,
 ) -> MemoryPlan:
     """Plan the memory of an opened snapshot with kv_slots KV caches of `context` positions. Refused if it does not fit.
 
     cap > 0: exactly that many expert slots in each layer (at most one for each expert); 0: what the budget allows. A
     prefill chunk that is not given is halved while the plan does not fit or its scratch memory exceeds its share.
+    anywhere: RAM_GB counts even where this machine has less.
     """
     config = dense.config
-    budget, source = memory_budget(settings.ram_gb)
+    budget, source = memory_budget(settings.ram_gb, anywhere)
     sizes = {layer: expert_slot_bytes(config, disk, layer, settings.expert_bits) for layer in disk.layers}
     is_native = settings.kernels != "reference" and has_compiler()
     # Quantizing an expert at load takes the expert as stored, and a block of weight rows in float32 four times.

@@ -38,6 +38,14 @@ def available_bytes() -> int | None:
     return max(0, min(candidates)) or None if candidates else None
 
 
+def total_bytes() -> tuple[int, str] | None:
+    """-> (memory that this process could ever have, what sets that limit); None if nothing can be read."""
+    limits = [(limit, "this cgroup allows") for limit, _ in cgroup_usage()]
+    with suppress(OSError, ValueError):
+        limits.append((psutil.virtual_memory().total, "this machine has"))
+    return min(limits, default=None)
+
+
 class MemoryGuard:
     """Keeps the process within its memory budget, and some memory of host and cgroups free, whoever uses it."""
 

@@ -67,7 +67,8 @@ def run_http(settings: Settings, opened: OpenedSnapshot) -> None:
         num_slots, queue = service.num_slots, settings.queue
 
         def announce() -> None:
-            say(f"[serve] {service.model_id} on {url}/v1 | {num_slots} conversations at once, {queue} wait")
+            key = " | clients send API_KEY" if settings.api_key else ""
+            say(f"[serve] {service.model_id} on {url}/v1 | {num_slots} conversations at once, {queue} wait{key}")
 
         def close() -> None:
             service.is_closing = True

@@ -27,7 +27,7 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     try:
         settings = Settings.read(positional, snap=folder)
-        opened = open_snapshot(settings)
+        opened = open_snapshot(settings, anywhere=True)
     except Refused as error:
         print(f"plan: {error}", file=sys.stderr)
         return 2

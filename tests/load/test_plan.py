@@ -5,11 +5,13 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import closing
 
 import pytest
 
 from errors import Refused
-from settings import EMBEDDED_SNAPSHOT
+from load.model import open_snapshot
+from settings import EMBEDDED_SNAPSHOT, Settings
 from tests.conftest import FIXTURES, ROOT, read_json
 
 SNAPSHOT = FIXTURES / "glm_moe_dsa"
@@ -147,6 +149,26 @@ def test_rss_stays_within_the_memory_budget(run_colibri, tmp_path_factory, tmp_p
         report = json.loads((tmp_path / "r.json").read_text())
     assert report["peak_rss_bytes"] <= 1.05 * ram_gb * 1e9
     assert report["tokens"] == (500 if bits == 16 else 40) and report["prompt_tokens"] == 1999
+
+
+@pytest.mark.parametrize(
+    ("total", "words"), [((25_200_000_000, "this machine has"), "25.200 GB that this machine has"),
+                         ((4_000_000_000, "this cgroup allows"), "4.000 GB that this cgroup allows")]
+)  # fmt: skip
+def test_more_memory_than_there_is_counts_as_unset(load, monkeypatch, total, words):
+    """RAM_GB=500 was taken on a machine of 25 GB, and planned an expert cache that would have got the run killed."""
+    monkeypatch.setattr("load.plan.total_bytes", lambda: total)
+    monkeypatch.setattr("load.plan.available_bytes", lambda: 3_000_000_000)
+    plan = load(SNAPSHOT, RAM_GB=500).plan
+    assert 0.88 * 3e9 < plan.budget_bytes < 0.88 * 5e9
+    assert f"88 % of free memory; RAM_GB=500 is more than the {words}" in plan.lines()[0]
+    plan = load(SNAPSHOT, RAM_GB=2).plan
+    assert plan.budget_bytes == 2e9 and "memory budget 2.000 GB (RAM_GB=2) |" in plan.lines()[0]
+    monkeypatch.setattr("load.plan.available_bytes", lambda: 1_000_000_000)
+    assert re.search(r"RAM_GB=3.9, but only [12]\.\d+ GB are free now", load(SNAPSHOT, RAM_GB=3.9).plan.lines()[0])
+    # plan.py may plan for a machine to come
+    with closing(open_snapshot(Settings.read([], {"SNAP": str(SNAPSHOT), "RAM_GB": "500"}), anywhere=True)) as opened:
+        assert opened.plan.budget_bytes == 500e9 and words in opened.plan.lines()[0]
 
 
 def test_unknown_memory_is_a_notice(load, monkeypatch):

@@ -28,7 +28,9 @@ def cgroups(tmp_path, monkeypatch):
 
     monkeypatch.setattr(machine.memory, "CGROUP_ROOT", tmp_path / "fs")
     monkeypatch.setattr(machine.memory, "CGROUP_SELF", tmp_path / "self")
-    monkeypatch.setattr("psutil.virtual_memory", lambda: type("Memory", (), {"available": 100 * 10**9}))
+    monkeypatch.setattr(
+        "psutil.virtual_memory", lambda: type("Memory", (), {"available": 100 * 10**9, "total": 128 * 10**9})
+    )
     return setup
 
 
@@ -40,6 +42,13 @@ def test_the_tightest_ancestor_counts_without_inactive_file_pages(cgroups):
     assert machine.memory.available_bytes() == 5 * 10**9
     write_cgroup(root / "user" / "job", 4 * 10**9, 10**9, 0)
     assert machine.memory.available_bytes() == 3 * 10**9
+
+
+def test_the_total_is_that_of_the_tightest_limit(cgroups):
+    root = cgroups("0::/user/job\n")
+    assert machine.memory.total_bytes() == (128 * 10**9, "this machine has")
+    write_cgroup(root / "user", 8 * 10**9, 6 * 10**9, 3 * 10**9)
+    assert machine.memory.total_bytes() == (8 * 10**9, "this cgroup allows")
 
 
 def test_cgroup_v1(cgroups):
