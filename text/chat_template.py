@@ -27,7 +27,9 @@ from text.call_form import (
     variants,
     without_none,
 )
+from text.prompt import shared_prefix_length
 from text.reasoning_control import ReasoningControl, Variables, find_reasoning_control
+from text.tool_format import ToolFormat, find_tool_format
 
 TEMPLATE_FILE, MORE_TEMPLATES = "chat_template.jinja", "additional_chat_templates"
 
@@ -123,6 +125,27 @@ class ChatTemplate:
         messages = probe_conversation("", 1)
         return find_call_form(lambda form: self.probe([form.apply(message) for message in messages], [PROBE_TOOL]))
 
+    def probe_calls(self, messages: list[Message]) -> str | None:
+        """As probe, of messages with tool calls."""
+        return self.probe([self.call_form.apply(message) for message in messages], [PROBE_TOOL])
+
+    @cached_property
+    def call_text(self) -> str:
+        return self.probe_calls(probe_conversation("", 1)) or ""
+
+    @cached_property
+    def tool_format(self) -> ToolFormat | None:
+        return find_tool_format(self.call_text, self.source)
+
+    @cached_property
+    def call_example(self) -> str:
+        """The text of a call of probe_0 as the template writes it, and what follows; for a message about it."""
+        answers = [[{"role": "assistant", "content": content}] for content in ("", "x")]
+        plain = (self.probe([PROBE_QUESTION, *answer], [PROBE_TOOL]) for answer in (*answers, []))
+        at = shared_prefix_length(self.call_text, next(filter(None, plain), ""))
+        tag = self.call_text.rfind("<", 0, at)
+        return self.call_text[at if ">" in self.call_text[tag:at] or tag < 0 else tag :]  # a tag is shown whole
+
     @cached_property
     def writes_tools(self) -> bool:
         return "probe_0" in (self.probe([PROBE_QUESTION], [PROBE_TOOL]) or "")
@@ -147,7 +170,7 @@ class ChatTemplate:
             messages = probe_conversation("", 1, result=PROBE_TEXT)
         else:
             messages = [{"role": role, "content": PROBE_TEXT}, *([PROBE_QUESTION] if role != "user" else [])]
-        text = self.probe([self.call_form.apply(message) for message in messages], [PROBE_TOOL])
+        text = self.probe_calls(messages)
         if text is None:
             return None
         if num_calls:

@@ -15,6 +15,11 @@ ENDS = ("<|end|>", START, "<|call|>", "<|return|>")
 HEADER_STARTS = (CHANNEL, START, "to=")
 
 
+def is_harmony(source: str) -> bool:
+    """Return whether a chat template is one of the harmony format."""
+    return CHANNEL in source and MESSAGE in source
+
+
 class HarmonyParser(StreamParser):
     """Parameters as of ReplyParser. The header of a message tells its kind; a text without any header is content."""
 

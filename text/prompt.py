@@ -41,8 +41,8 @@ def all_stop_ids(config: ModelConfig, tokenizer: "TextTokenizer") -> frozenset[i
     return frozenset((*config.stop_ids, *tokenizer.stop_ids))
 
 
-def shared_prefix_length(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many leading ids two sequences share."""
+def shared_prefix_length(a: Sequence[object], b: Sequence[object]) -> int:
+    """How many leading elements two sequences share."""
     pairs = enumerate(zip(a, b, strict=False))
     return next((at for at, (one, other) in pairs if one != other), min(len(a), len(b)))
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
-from text.harmony import CHANNEL
+from text.harmony import is_harmony
 from text.reply import THINK, THINK_END
 
 SWITCHES = ("enable_thinking", "thinking")  # variables that turn reasoning on and off
@@ -90,7 +90,7 @@ def find_reasoning_control(
     if off_word:
         is_off = plain == probe({EFFORT: off_word})
         return ReasoningControl(probe, (), efforts, off_word, control.nearest("medium") if is_off else None)
-    state = "open" if CHANNEL in source else reasoning_state(plain, source)
+    state = "open" if is_harmony(source) else reasoning_state(plain, source)
     return ReasoningControl(probe, (), efforts, always={"open": True, "off": False}.get(state))
 
 

@@ -172,11 +172,13 @@ class HermesToolParser(StreamParser):
         text = self.buffer.lstrip()
         try:
             call, end = DECODER.raw_decode(text)
-            name = call["name"]
+            if not isinstance(call, dict):
+                return
+            name = call.get("name")
             arguments = call.get("arguments", call.get("parameters")) or {}
             arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
             arguments_json = dump_json(arguments)
-        except (ValueError, KeyError, RecursionError):
+        except (ValueError, RecursionError):
             return
         if isinstance(name, str) and name in self.tools and isinstance(arguments, dict):
             self.name = name

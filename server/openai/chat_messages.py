@@ -1,10 +1,8 @@
 """Messages and tools of a chat request: checked, and in the form that chat templates read."""
 
-import json
-from contextlib import suppress
-
 from server.openai.api_error import JsonObject
 from server.openai.request_fields import RequestFields, check_texts
+from text.call_arguments import read_arguments
 from text.call_form import without_none
 from text.chat_template import ChatTemplate
 
@@ -34,9 +32,9 @@ def read_message(fields: RequestFields, template: ChatTemplate) -> JsonObject:
         message["tool_call_id"] = fields.text("tool_call_id", None)
     fields.refuse_unread()
     if message["content"] is None:
-        if not message.get("tool_calls"):
+        if role != "assistant":
             fields.refuse_value("content", "is missing")
-        message["content"] = ""
+        message["content"] = ""  # clients write null for an empty text
     return without_none(message)
 
 
@@ -57,10 +55,9 @@ def read_tool_call(fields: RequestFields) -> JsonObject:
     fields.one_of("type", ("function",), "function")
     function = fields.object("function")
     name = function.text("name")
-    arguments = function.values.pop("arguments", "{}")
+    arguments = function.values.pop("arguments", "")
     if isinstance(arguments, str):
-        with suppress(ValueError, RecursionError):
-            arguments = json.loads(arguments or "{}")
+        arguments = read_arguments(arguments)
     if not isinstance(arguments, dict):
         function.refuse_value("arguments", "expected a JSON object, as a text")
     function.refuse_unread()

@@ -10,10 +10,10 @@ from server.openai.choice_stream import MakeParser
 from server.openai.request_fields import RequestFields, check_texts
 from server.openai.sampling_params import MAX_TOP_LOGPROBS, WITHOUT_EFFECT, SamplingParams, read_sampling_params
 from text.chat_template import ChatTemplate
-from text.harmony import CHANNEL, MESSAGE, HarmonyParser
+from text.harmony import HarmonyParser, is_harmony
+from text.json_schema import has_arguments
 from text.reasoning_control import EFFORT, EFFORTS, OFF_WORDS, SWITCHES, ReasoningControl, reasoning_state
 from text.reply import THINK, THINK_END, ReplyParser
-from text.tool_calls import CALL_END, CALL_START, KEY, dump_json
 
 RESERVED_VARIABLES = ("add_generation_prompt", "documents", "messages", "tools")
 
@@ -50,14 +50,14 @@ def read_chat_prompt(
         raise ApiError(400, without_folder(error, service), code="no_chat_template") from None
     messages = read_messages(fields, template)
     variables = read_template_variables(fields, service, template)
-    tool_format = find_tool_format(template)
-    if tools and not (tool_format and template.writes_tools):
-        fields.refuse_value("tools", "the chat template has no tool calls in the format of GLM, Hermes or gpt-oss")
+    if tools:
+        check_tool_format(fields, template)
     variables["tools"] = tools or None
     answer_prefix = ""
     if tool_choice not in ("none", "auto"):
-        assert tool_format
-        answer_prefix = call_prefix(tool_format, tool_choice, schemas)
+        assert template.tool_format
+        name = tool_choice[0] if isinstance(tool_choice, list) else None
+        answer_prefix = template.tool_format.call_prefix(name, name is None or has_arguments(schemas[name]))
         variables |= template.reasoning.variables(False)  # the answer begins with the call
     try:
         text, ids = service.tokenizer.encode_chat(messages, **variables)
@@ -74,7 +74,7 @@ def read_chat_prompt(
         fields.refuse_value("messages", "the chat template makes no token of them")
     service.check_length(ids)
     arguments = (schemas, one_call or isinstance(tool_choice, list), answer_prefix)
-    if CHANNEL in template.source:
+    if is_harmony(template.source):
         return ids, partial(HarmonyParser, *arguments)
     return ids, partial(ReplyParser, "off" if answer_prefix else reasoning_state(text, template.source), *arguments)
 
@@ -147,28 +147,17 @@ def read_switch(fields: RequestFields, name: str) -> bool | None:
     return is_enabled
 
 
-def find_tool_format(template: ChatTemplate) -> str | None:
-    """Return the format in which the template's model calls tools: glm, hermes, harmony or None."""
-    if "tools" not in template.variables:
-        return None
-    if CHANNEL in template.source:
-        return "harmony"
-    if CALL_START not in template.source:
-        return None
-    return "glm" if KEY in template.source else "hermes"
-
-
-def call_prefix(tool_format: str, tool_choice: str | list[str], schemas: dict[str, JsonObject]) -> str:
-    """Return the start of a tool call: of the one tool in the list, or of one that the model chooses (required)."""
-    name = tool_choice[0] if isinstance(tool_choice, list) else None
-    if tool_format == "harmony":
-        return f" to=functions.{name}{CHANNEL}commentary json{MESSAGE}" if name else " to=functions."
-    if tool_format == "glm":
-        if not name:
-            return CALL_START
-        return CALL_START + name + (KEY if schemas[name].get("properties") else CALL_END)
-    name_json = f'{dump_json(name)}, "arguments": {{' if name else '"'
-    return f'{CALL_START}\n{{"name": {name_json}'
+def check_tool_format(fields: RequestFields, template: ChatTemplate) -> None:
+    """Refuse tools that the template does not show to the model, or whose calls no parser reads."""
+    if not template.writes_tools:
+        fields.refuse_value("tools", "the model's chat template does not write them")
+    if template.tool_format is None:
+        call = template.call_example
+        if "probe_value" in call:
+            form = f"writes calls as {call[:60]!r}..., which is not the format of GLM, Hermes or gpt-oss"
+        else:
+            form = "leaves tool calls out" if template.call_text else "fails for tool calls"
+        fields.refuse_value("tools", f"the model's chat template {form}; leave tools out or set tool_choice to none")
 
 
 def without_folder(error: Refused, service: HttpService) -> str:

@@ -168,6 +168,39 @@ def test_tools_that_the_template_does_not_write_are_refused(ask):
     assert ask(source, tools=[TOOL], tool_choice="none")[0] == "Hi"
 
 
+@pytest.mark.parametrize("name", templates.unread_forms)
+def test_tools_whose_calls_no_parser_reads_are_refused(ask, name):
+    """Field case: Qwen3-Coder's template was taken for Hermes, because both write <tool_call>: its calls came as
+    content, and a forced call began in the wrong form."""
+    source = getattr(templates, name)
+    for choice in ("auto", "required"):
+        param, text = refused(ask, source, tools=[TOOL], tool_choice=choice)
+        assert param == "tools" and repr(templates.unread_forms[name])[1:-1] in text
+    assert "weather" not in ask(source, tools=[TOOL], tool_choice="none")[0]
+
+
+def test_tools_that_cannot_come_back_are_refused(ask):
+    shown = "{% for tool in tools %}{{ tool.function.name }}{% endfor %}{{ messages[0].content }}"
+    assert "leaves tool calls out" in refused(ask, shown, tools=[TOOL])[1]
+    failing = shown + "{{ raise_exception('no calls') if messages | length > 1 }}"
+    assert "fails for tool calls" in refused(ask, failing, tools=[TOOL])[1]
+
+
+def test_a_forced_call_begins_as_the_template_writes_calls(ask):
+    """Field case: GLM-4.6 writes a line break behind the name; a schema that is a reference had no arguments."""
+    reference = {"$ref": "#/$defs/Arguments", "$defs": {"Arguments": TOOL["function"]["parameters"]}}
+    by_reference = {"type": "function", "function": {"name": "weather", "parameters": reference}}
+    nothing = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+    for source, tool, start in (
+        (templates.GLM_4_5, TOOL, "<tool_call>weather\n<arg_key>"),
+        (templates.GLM_4_5, by_reference, "<tool_call>weather\n<arg_key>"),
+        (templates.GLM_4_5, nothing, "<tool_call>weather</tool_call>"),
+        (templates.HERMES, TOOL, '<tool_call>\n{"name": "weather", "arguments": {'),
+        (templates.GPT_OSS, TOOL, "assistant to=functions.weather<|channel|>commentary json<|message|>"),
+    ):
+        assert ask(source, tools=[tool], tool_choice="required")[0].endswith(start)
+
+
 def test_a_tool_without_a_description(ask):
     """Field case: 400 from inside the template of gpt-oss."""
     text, _ = ask(templates.GPT_OSS, tools=[TOOL])

@@ -382,7 +382,7 @@ def test_neutral_fields_are_accepted(server, fields):
         ({"role": "user", "content": "x", "surprise": 1}, "messages[0].surprise"),
         ({"role": "user", "content": "\ud800"}, "messages[0].content"),
         (
-            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]},
+            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": [1]}}]},
             "messages[0].tool_calls[0].function.arguments",
         ),
         ("hello", "messages[0]"),

@@ -141,3 +141,65 @@ PYTHON_PRINTER = """\
 {%- for call in m.tool_calls or [] -%}{{ call.function.name }} {{ call.function.arguments }}{%- endfor -%}
 {%- endfor -%}
 """
+
+
+def with_calls(call: str) -> str:
+    """A template that shows tools, and writes calls in a form of its own: text of a template, `call` is the call."""
+    start = """\
+{%- for tool in tools or [] -%}<|system|>{{ tool | tojson }}{%- endfor -%}
+{%- for m in messages -%}
+<|{{ m.role }}|>{{ m.reasoning_content or '' }}{{ m.content or '' }}
+{%- for call in (m.tool_calls or []) | map(attribute='function') %}
+"""
+    end = """
+{%- endfor -%}
+{%- endfor -%}
+{{- '<|assistant|>' if add_generation_prompt -}}
+"""
+    return start + call + end
+
+
+# Qwen3 with tools, and its example of a call in the instructions.
+HERMES = '{{ \'<tool_call>{"name": <name>, "arguments": <object>}</tool_call>\' if tools }}' + with_calls(
+    '<tool_call>\n{"name": "{{ call.name }}", "arguments": {{ call.arguments | tojson }}}\n</tool_call>'
+)
+# GLM-4.5: each argument on its own line.
+GLM_4_5 = with_calls("""\
+{{- '<tool_call>' + call.name }}
+{% for key, value in call.arguments.items() %}
+<arg_key>{{ key }}</arg_key>
+<arg_value>{{ value if value is string else value | tojson }}</arg_value>
+{% endfor %}
+</tool_call>""")
+# Forms of calls that no parser reads.
+QWEN_3_CODER = with_calls("""\
+{{- '<tool_call>\\n<function=' + call.name + '>\\n' }}
+{%- for key, value in call.arguments.items() %}
+{{- '<parameter=' + key + '>\\n' + value | string + '\\n</parameter>\\n' }}
+{%- endfor -%}</function>
+</tool_call>""")
+HUNYUAN = with_calls("""\
+{{- '<tool_calls>\\n<tool_call>' + call.name + '<tool_sep>' }}
+{%- for key, value in call.arguments.items() %}
+{{- '<arg_key>' + key + '</arg_key><arg_value>' + value | string + '</arg_value>' }}
+{%- endfor -%}</tool_call></tool_calls>""")
+LLAMA_3 = with_calls('<|python_tag|>{"name": "{{ call.name }}", "parameters": {{ call.arguments | tojson }}}<|eom_id|>')
+MISTRAL = with_calls('[TOOL_CALLS][{"name": "{{ call.name }}", "arguments": {{ call.arguments | tojson }}}]</s>')
+KIMI_K2 = with_calls(
+    "<|tool_call_begin|>functions.{{ call.name }}:0<|tool_call_argument_begin|>"
+    "{{ call.arguments | tojson }}<|tool_call_end|>"
+)
+DEEPSEEK_TOOLS = with_calls("<call>function<sep>{{ call.name }}\n{{ call.arguments | tojson }}</call>")
+JSON_LIST = with_calls(
+    '<tool_call>[{"name": "{{ call.name }}", "arguments": {{ call.arguments | tojson }}}]</tool_call>'
+)
+# The starts of their calls.
+unread_forms = {
+    "QWEN_3_CODER": "<tool_call>\n<function=probe_0>",
+    "HUNYUAN": "<tool_calls>\n<tool_call>probe_0<tool_sep>",
+    "LLAMA_3": '<|python_tag|>{"name": "probe_0"',
+    "MISTRAL": '[TOOL_CALLS][{"name": "probe_0"',
+    "KIMI_K2": "<|tool_call_begin|>functions.probe_0:0",
+    "DEEPSEEK_TOOLS": "<call>function<sep>probe_0",
+    "JSON_LIST": '<tool_call>[{"name": "probe_0"',
+}
