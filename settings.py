@@ -205,6 +205,7 @@ class Settings:
     expert_bits: int
     dense_bits: int
     tools: bool  # of a chat
+    top_k: int  # of a chat: the likeliest tokens that it samples from; 0 = all
     notices: tuple[str, ...]
     snap: str = variable(Environ.snapshot)
     score: str | None = variable(Environ.path)
@@ -297,6 +298,7 @@ class Settings:
             expert_bits=int(positional.one_of("expert_bits", BITS, "16")),
             dense_bits=int(positional.one_of("dense_bits", BITS, "16")),
             tools=tools,
+            top_k=0,
             notices=tuple(env.notices),
         )
 

@@ -22,7 +22,7 @@ from machine.console import PrefillProgress, leave_line_open, say, show_sign, wr
 from machine.exit import Terminated
 from machine.memory import rss_bytes
 from modes.chat_history import ChatHistory
-from modes.chat_tools import make_tool, tools_notice
+from modes.chat_tools import ToolTexts, make_tool, tools_notice
 from modes.report import divide, save_usage, say_loaded
 from modes.text import describe_sampler
 from settings import Settings
@@ -117,8 +117,9 @@ class Chat:
         self.ids: list[int] = []  # the KV cache holds the first kv.length of them
         self.proposers = Proposers(loaded.model, self.kv)
         self.drafter = Drafter(loaded.model, DraftLength(loaded.draft))
-        self.sampler = Sampler(settings.temp, settings.nucleus, settings.seed)
+        self.sampler = Sampler(settings.temp, settings.nucleus, settings.seed, top_k=settings.top_k)
         self.stop_ids = all_stop_ids(loaded.config, tokenizer)
+        self.hidden_ids = tokenizer.hidden_ids()
         self.tools = tools
         self.ngen = settings.ngen
         self.totals = ChatTotals()
@@ -129,10 +130,10 @@ class Chat:
 
     def generate_answer(
         self, ids: list[int], stop_key: StopKey, show: Callable[[str], None] = write_answer
-    ) -> tuple[str, str | None] | None:
-        """Generate what follows `ids`, shown as it comes -> (its text, why it was cut off, or None); None, and nothing
+    ) -> tuple[list[int], str | None] | None:
+        """Generate what follows `ids`, shown as it comes -> (its ids, why it was cut off, or None); None, and nothing
         shown, when the key was pressed during the prefill."""
-        kv, counters, stream = self.kv, DecodeCounters(), Detokenizer(self.tokenizer)
+        kv, counters, stream = self.kv, DecodeCounters(), Detokenizer(self.tokenizer, ids, self.hidden_ids)
         self.keep_shared_prefix(ids[:-1])
         self.ids = list(ids)
         num_new = len(ids) - kv.length
@@ -150,7 +151,7 @@ class Chat:
             counters,
             self.proposers,
             should_stop=lambda: stop_key.pressed,
-            tool_state=ToolState(ids, self.tools, self.tokenizer) if self.tools else None,
+            tool_state=ToolState(ids, self.tools, ToolTexts(self.tokenizer)) if self.tools else None,
         )
         began = None
         try:
@@ -168,7 +169,7 @@ class Chat:
             return None
         show(stream.flush() + "\n")
         self.totals.add(len(ids), num_new, counters, time.perf_counter() - began if began else 0.0)
-        return self.tokenizer.decode(self.ids[len(ids) :]), self.cut_reason(stop_key, counters, max_tokens)
+        return self.ids[len(ids) :], self.cut_reason(stop_key, counters, max_tokens)
 
     def cut_reason(self, stop_key: StopKey, counters: DecodeCounters, max_tokens: int) -> str | None:
         if counters.stop_id is not None:
@@ -250,8 +251,8 @@ def answer_question(chat: Chat, history: ChatHistory, ids: list[int]) -> str | N
         history.drop_question()
         say("[chat] stopped before the answer began; the question is removed")
         return STOPPED
-    text, cut = answer
-    history.add_answer(text)
+    answer_ids, cut = answer
+    history.add_answer(answer_ids)
     if cut:
         say(f"[chat] {cut}; the answer stays in the conversation as it is")
     return cut

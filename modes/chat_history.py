@@ -1,17 +1,17 @@
-"""ChatHistory: the messages of an interactive chat, and the token ids that they become."""
+"""ChatHistory: the messages of an interactive chat, its answers as token ids, and the prompts that they become."""
 
 from errors import Refused
 from machine.console import say
 from settings import Settings
 from snapshot.config import ModelConfig
-from text.chat_turns import Message, assistant_message, drop_oldest_turns
+from text.chat_turns import ChatTurns, Message, drop_oldest_turns
 from text.prompt import PromptPrefix
-from text.reply import THINK
 from text.tokenizer import TextTokenizer
 
 
 class ChatHistory:
-    """Questions and answers by turns. Every prompt is the whole history in the chat template."""
+    """Questions and answers by turns. Every prompt is the whole history in the chat template, with the ids that the
+    model gave for the answers."""
 
     def __init__(self, settings: Settings, config: ModelConfig, tokenizer: TextTokenizer, context: int) -> None:
         """Refused for a snapshot whose chat template is missing or fails."""
@@ -21,19 +21,17 @@ class ChatHistory:
                 "colibri.py continues plain text (PROMPT)"
             )
         self.tokenizer = tokenizer
-        self.think = settings.think
         self.context = context
         self.prefix = PromptPrefix(config, tokenizer, settings.prefix)
+        self.turns = ChatTurns(tokenizer, self.prefix, settings.think)
         self.reserve = max(1, min(settings.ngen, context // 4))  # tokens kept free for an answer
         self.messages: list[Message] = []
-        self.is_thinking = False  # the template opened <think>, so the answer begins with reasoning
+        self.prompt_ids: list[int] = []  # of the last question
         self.first_ids = self.encode([question("x")])  # shares its first ids with every conversation
 
     def encode(self, messages: list[Message]) -> list[int]:
         """-> the prompt ids after which the answer comes."""
-        text = self.tokenizer.render_chat(messages, self.think)
-        self.is_thinking = text.rstrip().endswith(THINK)
-        ids = self.prefix.prepend(self.tokenizer.encode(text))
+        ids = self.turns.encode(messages)
         if not ids:
             raise Refused(f"{self.tokenizer.path.parent}: the chat template makes no token of a message")
         return ids
@@ -50,12 +48,12 @@ class ChatHistory:
         if num_dropped := (len(self.messages) + 1 - len(messages)) // 2:
             turns = "turn is" if num_dropped == 1 else f"{num_dropped} turns are"
             say(f"[chat] CTX={self.context} is full: the oldest {turns} forgotten")
-        self.messages = messages
+        self.messages, self.prompt_ids = messages, ids
         return ids
 
-    def add_answer(self, text: str) -> None:
+    def add_answer(self, ids: list[int]) -> None:
         """Add the answer to the last question, complete or cut off; unfinished reasoning is closed."""
-        self.messages.append(assistant_message(text, self.is_thinking))
+        self.messages.append(self.turns.answer_message(self.messages, self.prompt_ids, ids))
 
     def drop_question(self) -> None:
         """Remove the last question, which got no answer."""

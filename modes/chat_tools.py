@@ -6,6 +6,8 @@ These are the markers of nanochat. A block that the calculator knows is calculat
 result is what it prints. Programs run behind the walls of docs/sandbox.md, or not at all.
 """
 
+from functools import partial
+
 from errors import Refused, shorten
 from generate.tools.calculator import calculate
 from generate.tools.sandbox import describe_walls, execute_code
@@ -27,11 +29,14 @@ def make_tool(tokenizer: TextTokenizer, unsafe: bool = False) -> Tool:
         raise Refused(f"--tools: {tokenizer.path} lacks {' '.join(missing)}; only models trained with them call tools")
     start, end, output_start, output_end = tokenizer.find_ids(MARKERS)
 
-    def run(code: str) -> str | None:
-        # Special tokens in the output stay text, also when the conversation is encoded again.
-        return tokenizer.break_special(run_block(code, unsafe), " ")
+    return Tool(start, end, output_start, output_end, partial(run_block, unsafe=unsafe))
 
-    return Tool(start, end, output_start, output_end, run)
+
+class ToolTexts:
+    """The tokenizer of blocks and outputs: special tokens in what a program prints stay text."""
+
+    def __init__(self, tokenizer: TextTokenizer):
+        self.decode, self.encode = tokenizer.decode, tokenizer.encode_as_text
 
 
 def run_block(code: str, unsafe: bool = False) -> str | None:

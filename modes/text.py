@@ -77,7 +77,8 @@ def encode_prompt(settings: Settings, config: ModelConfig, tokenizer: TextTokeni
 def describe_sampler(sampler: Sampler) -> str:
     if not sampler.temperature:
         return "greedy"
-    return f"temperature {sampler.temperature:g}, nucleus {sampler.nucleus:g}, SEED={sampler.seed}"
+    top_k = f"top-k {sampler.top_k}, " if sampler.top_k else ""
+    return f"temperature {sampler.temperature:g}, {top_k}nucleus {sampler.nucleus:g}, SEED={sampler.seed}"
 
 
 def stop_reason(counters: DecodeCounters, tokenizer: TextTokenizer, max_tokens: int, ngen: int) -> str:

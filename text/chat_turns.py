@@ -1,12 +1,52 @@
-"""Turns of a chat: the message of an answer, and what a conversation drops when the context is full."""
+"""Turns of a chat: their prompts, the messages of their answers, and what is dropped when the context is full."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
-from text.prompt import positions_needed
+from errors import Refused
+from text.chat_answers import AnswerMessage
+from text.detokenizer import Detokenizer
+from text.harmony import CHANNEL, HarmonyParser
+from text.prompt import PromptPrefix, positions_needed
 from text.reply import THINK, THINK_END
+from text.tokenizer import TextTokenizer
 
 Message = dict[str, Any]
+
+
+class ChatTurns:
+    """Messages -> prompt ids, and the ids of the answer -> its message."""
+
+    def __init__(self, tokenizer: TextTokenizer, prefix: PromptPrefix, enable_thinking: bool):
+        self.tokenizer = tokenizer
+        self.prefix = prefix
+        self.enable_thinking = enable_thinking
+
+    def encode(self, messages: list[Message]) -> list[int]:
+        """-> the prompt ids after which the answer comes. Special tokens that a user wrote stay text."""
+        return self.prefix.prepend(self.tokenizer.encode_chat(messages, enable_thinking=self.enable_thinking)[1])
+
+    def answer_message(self, messages: list[Message], prompt_ids: Sequence[int], ids: Sequence[int]) -> AnswerMessage:
+        """The message of the answer `ids` to these messages, complete or cut off."""
+        detokenizer = Detokenizer(self.tokenizer, prompt_ids)
+        text = "".join(map(detokenizer.add_token, ids)) + detokenizer.flush()
+        prompt = self.tokenizer.render_chat(messages, self.enable_thinking)
+        if CHANNEL in self.tokenizer.template.source:
+            message = harmony_message(text)
+        else:
+            message = assistant_message(text, prompt.rstrip().endswith(THINK))
+        opening = None
+        with suppress(Refused):  # of templates that want an answer behind a question
+            closed = self.tokenizer.render_chat(messages, self.enable_thinking, add_generation_prompt=False)
+            opening = prompt.removeprefix(closed) if prompt.startswith(closed) else None
+        reasoning, content = message.get("reasoning_content", ""), message["content"]
+        lead, tail = THINK if reasoning and text.startswith(THINK) else "", ""
+        if not reasoning and content:
+            lead = text.removesuffix(content)
+        elif not content:
+            tail = text[len(lead + reasoning) :]
+        return AnswerMessage(message, ids, opening, lead, tail)
 
 
 def assistant_message(text: str, starts_in_reasoning: bool) -> Message:
@@ -15,6 +55,15 @@ def assistant_message(text: str, starts_in_reasoning: bool) -> Message:
     if starts_in_reasoning or text.startswith(THINK):
         reasoning, _, content = text.removeprefix(THINK).partition(THINK_END)
         message |= {"reasoning_content": reasoning, "content": content}
+    return message
+
+
+def harmony_message(text: str) -> Message:
+    """Return the message of an answer in the harmony format."""
+    parser = HarmonyParser()
+    message: Message = {"role": "assistant", "reasoning_content": "", "content": ""}
+    for kind, part in parser.parse_increment(text) + parser.flush(is_truncated=True):
+        message["reasoning_content" if kind == "reasoning" else "content"] += part
     return message
 
 

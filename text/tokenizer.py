@@ -4,6 +4,7 @@ The tokenizers library encodes and text/chat_template.py renders. In a conversat
 messages and tools are encoded as plain text: only the template can write control tokens.
 """
 
+import itertools
 import json
 import os
 import re
@@ -15,13 +16,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer, pre_tokenizers
+from tokenizers.pre_tokenizers import Metaspace
 
 from errors import Refused, printable, reason, shorten, show
 from snapshot.config import ModelConfig
 from snapshot.folder import list_names
 from snapshot.reader import parse_json_object, read_file, read_json_object
 from text.answer_tags import hidden_tokens
+from text.chat_answers import AnswerMessage, encode_with_answers
 from text.chat_template import ChatTemplate, Message, read_templates
 from text.declared_tokens import DeclaredTokens
 from text.detokenizer import Detokenizer
@@ -54,7 +57,8 @@ class TextTokenizer:
         if isinstance(inline, str) and inline.strip() != used.strip():
             self.notices.append("[tokenizer] chat_template.jinja counts, not chat_template of tokenizer_config.json")
         self.compiled_templates: dict[str, ChatTemplate] = {}
-        self.lock = threading.Lock()  # encode_as_text changes the tokenizer for a moment
+        self.lock = threading.Lock()  # encode_part changes the tokenizer for a moment
+        self.space_makers = find_space_makers(self.tokenizer)
         decoder = json.dumps(declared.get("decoder"))
         self.is_byte_level, self.has_byte_fallback = "ByteLevel" in decoder, "ByteFallback" in decoder
         special = [token for token in self.declared.added.values() if token["special"]]
@@ -122,10 +126,11 @@ class TextTokenizer:
         count = added.index(0) if 0 in added else 0
         return [printable(shorten(token)) for token in encoding.tokens[:count]]
 
-    def encode(self, text: str, separator: str | None = None) -> list[int]:
-        """text -> ids. Special tokens in the text are recognized, except those that a separator breaks in two."""
+    def encode(self, text: str, separator: str | None = None, is_start: bool = True) -> list[int]:
+        """text -> ids. Special tokens in the text are recognized, except those that a separator breaks in two.
+        is_start: nothing stands before it; some tokenizers put a space in front of a text."""
         with refusing(self.path, "cannot encode this text"), self.lock:
-            encoding = self.tokenizer.encode(text, add_special_tokens=False)
+            encoding = self.encode_part(text, is_start)
             if not separator or separator not in text:
                 return self.check_usable(encoding.ids)
             # Encode each stretch between two special tokens again, as text alone, if it holds a separator.
@@ -136,7 +141,8 @@ class TextTokenizer:
                     end, next_begin = (len(text), 0) if token is None else encoding.offsets[at]
                     stretch = text[begin:end]
                     if separator in stretch:
-                        ids += self.encode_as_text(stretch.replace(separator, ""))
+                        part = stretch.replace(separator, "")
+                        ids += self.encode_part(part, is_start and begin == 0, special_as_text=True).ids
                     else:
                         ids += encoding.ids[first:at]
                     ids += encoding.ids[at : at + 1]
@@ -144,12 +150,22 @@ class TextTokenizer:
             return self.check_usable(ids)
 
     def encode_as_text(self, text: str) -> list[int]:
-        """text -> ids, special tokens as plain text. The caller holds the lock."""
-        self.tokenizer.encode_special_tokens = True
+        """A text within another -> ids, special tokens as plain text."""
+        with refusing(self.path, "cannot encode this text"), self.lock:
+            return self.check_usable(self.encode_part(text, is_start=False, special_as_text=True).ids)
+
+    def encode_part(self, text: str, is_start: bool, special_as_text: bool = False) -> Encoding:
+        """The caller holds the lock: the tokenizer is changed for a moment."""
+        self.tokenizer.encode_special_tokens = special_as_text
+        changed = [] if is_start else self.space_makers
         try:
-            return self.tokenizer.encode(text, add_special_tokens=False).ids
+            for metaspace in changed:
+                metaspace.prepend_scheme = "never"
+            return self.tokenizer.encode(text, add_special_tokens=False)
         finally:
             self.tokenizer.encode_special_tokens = False
+            for metaspace in changed:
+                metaspace.prepend_scheme = "first"
 
     def hidden_ids(self, stop_strings: tuple[str, ...] = ()) -> frozenset[int]:
         """The special tokens that an answer with these stop strings is shown without."""
@@ -223,12 +239,19 @@ class TextTokenizer:
         return None
 
     def encode_chat(self, messages: list[Message], ending: str = "", **variables: Any) -> tuple[str, list[int]]:
-        """As render_chat -> (the text and `ending`, its ids). Special tokens inside messages and tools stay text."""
+        """As render_chat -> (the text and `ending`, its ids). Special tokens inside messages and tools stay text; an
+        AnswerMessage keeps its ids."""
         separator = secrets.token_hex(8)  # random: nobody can write it into a message
-        messages = self.break_special(messages, separator)
         tools = self.break_special(variables.pop("tools", None), separator)
-        text = self.render_chat(messages, tools=tools, **variables) + ending
-        return text.replace(separator, ""), self.encode(text, separator)
+
+        def render(messages: list[Message]) -> str:
+            return self.render_chat(self.break_special(messages, separator), tools=tools, **variables) + ending
+
+        text = render(messages)
+        ids = None
+        if any(isinstance(message, AnswerMessage) for message in messages):
+            ids = encode_with_answers(self, messages, render, separator)
+        return text.replace(separator, ""), self.encode(text, separator) if ids is None else ids
 
     def break_special(self, value: Any, separator: str) -> Any:
         """A JSON value with a separator inside every special token of its strings."""
@@ -250,6 +273,16 @@ def byte_alphabet() -> dict[str, bytes]:
 
 
 BYTES = byte_alphabet()
+
+
+def find_space_makers(tokenizer: Tokenizer) -> list[Metaspace]:
+    """The pre-tokenizers that put a space in front of the first part of a text alone."""
+    found = [tokenizer.pre_tokenizer]
+    if isinstance(found[0], pre_tokenizers.Sequence):
+        with suppress(IndexError):
+            for at in itertools.count():
+                found.append(found[0][at])
+    return [part for part in found if isinstance(part, Metaspace) and part.prepend_scheme == "first"]
 
 
 @contextmanager

@@ -20,10 +20,9 @@ from machine.memory import rss_bytes
 from server.service import Service
 from server.stdio.frames import CommandFrame, Frame, FrameReader, MessageFrame, PromptFrame
 from settings import Settings
-from text.chat_turns import Message, assistant_message, drop_oldest_turns
+from text.chat_turns import ChatTurns, Message, drop_oldest_turns
 from text.detokenizer import Detokenizer
 from text.prompt import max_answer_tokens
-from text.reply import THINK
 from text.tokenizer import TextTokenizer
 
 READY, END, ERROR = (f"\x01\x01{word}\x01\x01" for word in ("READY", "END", "ERROR"))
@@ -44,11 +43,11 @@ def run_pipe_server(
 
 @dataclass
 class PipeSlot:
-    """The conversation of a slot: its text, and the messages where it is a chat."""
+    """The conversation of a slot: its ids, and the messages where it is a chat."""
 
     detokenizer: Detokenizer  # of the answer; half a character may wait in it for MORE
+    prompt_ids: list[int]
     messages: list[Message] = field(default_factory=list)  # up to the one that is answered
-    starts_in_reasoning: bool = False
     request: Request | None = None  # the last one
     ids: list[int] = field(default_factory=list)  # prompt and answer
 
@@ -71,6 +70,7 @@ class PipeServer(Service):
     def __init__(self, loaded: LoadedModel, scheduler: Scheduler, stdout: BinaryIO, settings: Settings):
         super().__init__(settings, loaded, scheduler, TextTokenizer(loaded.folder, loaded.config), say)
         self.stdout = stdout
+        self.turns = ChatTurns(self.tokenizer, self.prefix, settings.think)
         self.counters: CacheCounters = loaded.model.experts.counters
         self.slots: dict[int, PipeSlot] = {}
         self.last_slot = 0  # the one that RESET and MORE mean
@@ -103,30 +103,24 @@ class PipeServer(Service):
         self.last_slot = prompt.slot
         ids = self.prefix.prepend(self.tokenizer.encode(prompt.text))
         request = self.new_request(ids, prompt.max_tokens, prompt.temperature, prompt.top_p)
-        self.write_answer(PipeSlot(Detokenizer(self.tokenizer, ids)), request)
+        self.write_answer(PipeSlot(Detokenizer(self.tokenizer, ids), ids), request)
 
     def answer_message(self, text: str) -> None:
         """Answer a turn of the chat in slot 0. The oldest turns are dropped when the context is full."""
         self.last_slot = 0
-        slot = PipeSlot(Detokenizer(self.tokenizer))
-
-        def encode_messages(messages: list[Message]) -> list[int]:
-            # Special tokens that the user wrote out stay text.
-            rendered, ids = self.tokenizer.encode_chat(messages, enable_thinking=self.settings.think)
-            slot.starts_in_reasoning = rendered.rstrip().endswith(THINK)
-            return self.prefix.prepend(ids)
-
         messages: list[Message] = [{"role": "user", "content": text}]
         before = self.slots.get(0)
         if before and before.messages:
-            answer = assistant_message(before.detokenizer.text, before.starts_in_reasoning)
+            answer_ids = before.ids[len(before.prompt_ids) :]
+            answer = self.turns.answer_message(before.messages, before.prompt_ids, answer_ids)
             messages = [*before.messages, answer, *messages]
         reserve = min(self.settings.ngen, self.context // 4)
-        slot.messages, ids = drop_oldest_turns(messages, encode_messages, self.context, reserve)
-        if num_dropped := (len(messages) - len(slot.messages)) // 2:
+        kept, ids = drop_oldest_turns(messages, self.turns.encode, self.context, reserve)
+        if num_dropped := (len(messages) - len(kept)) // 2:
             say(f"[stdio] CTX={self.context} is full: the oldest turns are forgotten ({num_dropped})")
         request = self.new_request(ids, self.settings.ngen, self.settings.temp, self.settings.nucleus)
-        self.write_answer(slot, request, line_end="\n")
+        detokenizer = Detokenizer(self.tokenizer, ids, self.tokenizer.hidden_ids())
+        self.write_answer(PipeSlot(detokenizer, ids, kept), request, line_end="\n")
 
     def continue_answer(self, slot: PipeSlot) -> None:
         """Continue the last answer of a slot, with its temperature, top_p and seed."""

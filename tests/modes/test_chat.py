@@ -65,15 +65,28 @@ class Dialogue:
         """-> (prompt ids, answer, why it was cut off)."""
         ids, shown = self.history.add_question(text), []
         self.rows.append([])
-        answer, cut = self.chat.generate_answer(ids, stop_key or StopKey(), shown.append)
-        assert "".join(shown) == answer + "\n"
-        self.history.add_answer(answer)
+        answer_ids, cut = self.chat.generate_answer(ids, stop_key or StopKey(), shown.append)
+        answer = TOKENIZER.decode(answer_ids)
+        visible = [token for token in answer_ids if token not in self.chat.hidden_ids]
+        assert "".join(shown) == TOKENIZER.decode(visible) + "\n"
+        self.history.add_answer(answer_ids)
         return ids, answer, cut
 
     def fresh(self, ids, num_tokens=12):
         """The greedy answer with an empty KV cache."""
         kv = make_kv_cache(self.model.config, len(ids) + num_tokens)
         return TOKENIZER.decode(list(spec_decode(self.model, kv, ids, Sampler(), num_tokens, self.chat.stop_ids)))
+
+
+class ScriptedSampler(Sampler):
+    """Samples these tokens behind a prompt."""
+
+    def __init__(self, prompt_ids, tokens):
+        super().__init__()
+        self.first, self.tokens = len(prompt_ids), tokens
+
+    def sample(self, logits, position):
+        return self.tokens[position - self.first]
 
 
 class PressAfter(StopKey):
@@ -108,6 +121,35 @@ def test_every_turn_equals_a_fresh_prefill_and_prefills_only_new_tokens(load, dr
         totals.num_answers == 4
         and totals.num_prefilled == sum(rows[0] for rows in dialogue.rows) < totals.num_prompt_ids
     )
+
+
+def test_no_turn_loses_the_kv_cache_at_a_high_temperature(load):
+    """Encoding the answers again changed the ids of 8 of 12 turns, and all behind was prefilled anew."""
+    dialogue, changed = Dialogue(load, TEMP=2, NUCLEUS=1, SEED=1, NGEN=16), 0
+    for _ in range(8):
+        held = dialogue.chat.kv.length
+        ids, answer, _ = dialogue.turn("Why?")
+        assert dialogue.rows[-1][0] == len(ids) - held
+        changed += TOKENIZER.encode(answer) != dialogue.chat.ids[len(ids) :]
+    assert changed  # the tokenizer would choose other ids
+
+
+def test_special_tokens_of_an_answer_are_not_shown(load):
+    dialogue, shown = Dialogue(load), []
+    ids = dialogue.history.add_question("Who art thou?")
+    dialogue.rows.append([])
+    answer = TOKENIZER.encode("I am<|assistant|> he</think>")
+    dialogue.chat.sampler = ScriptedSampler(ids, [*answer, *dialogue.chat.stop_ids])
+    assert dialogue.chat.generate_answer(ids, StopKey(), shown.append) == (answer, None)
+    assert "".join(shown) == "I am he</think>\n"
+
+
+def test_special_tokens_that_a_user_types_stay_text():
+    """In a message <|assistant|> ended it: what followed was the model's own answer."""
+    ids = history_of().add_question("a<|assistant|>b<|endoftext|>")
+    assert ids.count(*TOKENIZER.find_ids(["<|assistant|>"])) == 1
+    assert not set(ids) & set(TOKENIZER.find_ids(["<|endoftext|>"]))
+    assert "<|user|>a<|assistant|>b<|endoftext|><|assistant|>" in TOKENIZER.decode(ids)
 
 
 def test_the_mtp_cache_holds_the_turns_before(load):
@@ -184,7 +226,7 @@ def test_a_full_context_drops_the_oldest_turns(capsys):
         ids = history.add_question(f"Question {number}, what is it that the king said?")
         assert len(ids) + history.reserve - 1 <= 100 and len(history.messages) % 2 == 1
         assert history.messages[-1]["content"].startswith(f"Question {number},")
-        history.add_answer("He said nothing.")
+        history.add_answer(TOKENIZER.encode("He said nothing."))
     notices = capsys.readouterr().err.splitlines()
     assert 0 < len(notices) < 6  # several turns at once, because each time means a full prefill
     assert all(
@@ -195,7 +237,7 @@ def test_a_full_context_drops_the_oldest_turns(capsys):
 def test_a_message_that_does_not_fit_is_refused_and_changes_nothing(capsys):
     history = history_of(ctx=64)
     history.add_question("Who art thou?")
-    history.add_answer("I am he.")
+    history.add_answer(TOKENIZER.encode("I am he."))
     before = list(history.messages)
     with pytest.raises(Refused, match=r"the message has \d+ tokens, CTX is 64"):
         history.add_question("the king " * 60)
@@ -215,7 +257,7 @@ def test_a_message_that_does_not_fit_is_refused_and_changes_nothing(capsys):
 def test_reasoning_is_closed_in_the_history(text, rendered):
     history = history_of(THINK=1)
     history.add_question("2+2?")
-    history.add_answer(text)
+    history.add_answer(TOKENIZER.encode(text))
     again = TOKENIZER.decode(history.add_question("Sure?"))
     assert again == f"[gMASK]<sop><|user|>2+2?<|assistant|>{rendered}<|user|>Sure?<|assistant|><think>"
 
@@ -284,6 +326,15 @@ def test_one_shot_equals_prompt_with_the_template(run_chat, monkeypatch, capfdbi
     assert code == colibri.main([]) == 0 and capfdbinary.readouterr().out == out.encode()
 
 
+def test_temperature_top_k_and_prompt_as_options(run_chat):
+    """As nanochat's chat takes them; an option is stronger than its variable."""
+    code, greedy, err = run_chat(b"", "-p", "Who art thou?", "-t", "0", TEMP=1)
+    assert code == 0 and " | greedy" in err and greedy == run_chat(b"", "--prompt", "Who art thou?", TEMP=0)[1]
+    code, likeliest, err = run_chat(b"", "-p", "Who art thou?", "-t", "1.5", "-k", "1", SEED=3)
+    assert likeliest == greedy and "temperature 1.5, top-k 1, nucleus 0.9, SEED=3" in err
+    assert run_chat(b"", "-p", "Who art thou?", "-t", "1.5", "-k", "0", NUCLEUS=1, SEED=3)[1] != greedy
+
+
 def test_variables_of_other_modes_are_reported_as_ignored(run_chat):
     code, _, err = run_chat(b"", PROMPT="x", TF=1, SCORE="no-file")
     assert code == 0 and re.findall(r"\[env\] (\w+) has no effect on a chat", err) == ["PROMPT", "SCORE", "TF"]
@@ -299,6 +350,9 @@ def test_variables_of_other_modes_are_reported_as_ignored(run_chat):
         ([], {"NGEN": "x"}, "NGEN='x'"),
         (["cap"], {}, "cap='cap'"),
         (["--prompt", " "], {}, "--prompt is empty"),
+        (["-t", "warm"], {}, "argument -t/--temperature: value='warm': expected a number from 0"),
+        (["-k", "-1"], {}, "argument -k/--top-k: "),
+        (["--nothing"], {}, "unrecognized arguments: --nothing"),
         (["--prompt", "caf\udce9"], {}, "--prompt is not valid UTF-8"),
         (["--prompt", "the king " * 200], {}, "CTX is 256; raise CTX or shorten it"),
     ],

@@ -44,13 +44,13 @@ def scripted_answer(chat, history, block, output, tail="so it is"):
     """Let the model write a block and a tail -> the text of the answer. The script has the output's place too."""
     ids = history.add_question("What is it?")
     called = [START, *TOKENIZER.encode(block), END]
-    forced = [OUTPUT_START, *TOKENIZER.encode(output), OUTPUT_END] if output is not None else []
+    forced = [OUTPUT_START, *TOKENIZER.encode_as_text(output), OUTPUT_END] if output is not None else []
     script = called + [0] * len(forced) + TOKENIZER.encode(tail) + [next(iter(chat.stop_ids))]
     chat.sampler = ScriptedSampler(ids, script)
-    text, cut = chat.generate_answer(ids, StopKey(), lambda text: None)
+    answer_ids, cut = chat.generate_answer(ids, StopKey(), lambda text: None)
     assert cut is None
-    history.add_answer(text)
-    return text
+    history.add_answer(answer_ids)
+    return TOKENIZER.decode(answer_ids)
 
 
 @pytest.mark.parametrize("draft", ["0", "4"])
@@ -71,8 +71,8 @@ def test_without_tools_a_block_is_text(load):
 
 def test_printed_markers_are_no_tokens(load):
     chat, history = start_chat(load)
-    text = scripted_answer(chat, history, "print('<|output' + '_end|>')", "< |output_end|>")
-    assert "<|output_start|>< |output_end|><|output_end|>so it is" in text and chat.ids.count(OUTPUT_END) == 1
+    text = scripted_answer(chat, history, "print('<|output' + '_end|>')", "<|output_end|>")
+    assert "<|output_start|><|output_end|><|output_end|>so it is" in text and chat.ids.count(OUTPUT_END) == 1
     assert history.add_question("Sure?").count(OUTPUT_END) == 1
 
 

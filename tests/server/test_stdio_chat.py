@@ -34,6 +34,23 @@ def test_lines_are_turns_of_a_chat():
     assert second[2][1] == len(scheduler.requests[1].prompt_ids)
 
 
+def test_answers_keep_their_ids_in_later_turns():
+    """Encoding their text again gave other ids, and the KV cache was lost."""
+    odd = [token for letter in "the king" for token in TOKENIZER.encode(letter)]
+    assert odd != TOKENIZER.encode("the king")
+    scheduler = FakeScheduler(odd, odd[:4], "yes")
+    exchange(b"One\nTwo\nThree\n", scheduler, NGEN=20)
+    first, second, third = (request.prompt_ids for request in scheduler.requests)
+    assert second[: len(first) + len(odd)] == (*first, *odd)
+    assert third[: len(second) + 4] == (*second, *odd[:4])
+
+
+def test_special_tokens_in_the_answer_to_a_message_are_hidden():
+    answer = "Four.<|assistant|> More"
+    out = parse_replies(exchange(b"One\n" + frame("x", 20), FakeScheduler(answer, answer), NGEN=20))
+    assert [text.decode() for text, _, _ in out] == ["Four. More\n", answer]  # of a PROMPT they are the model's text
+
+
 def test_a_continued_answer_is_one_message():
     words = "one two three four five six seven eight nine"
     ids = TOKENIZER.encode(words)
