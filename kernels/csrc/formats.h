@@ -46,30 +46,26 @@ INLINE float fp8_f32(uint8_t b) {
     return b & 128 ? -x : x;
 }
 
-/* E4M3: exponent and mantissa moved to their places in a float and multiplied by 2^(127 - 7); 127 is NaN. */
-INLINE vf load_fp8(const uint8_t *p) { /* 16 of them */
-#if defined(AVX512VNNI) || defined(AVX512)
-    __m512i x = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p));
-    __m512i rest = _mm512_and_si512(x, _mm512_set1_epi32(127));
-    vf value = _mm512_mul_ps(_mm512_castsi512_ps(_mm512_slli_epi32(rest, 20)), _mm512_set1_ps(0x1p120f));
-    value = _mm512_mask_mov_ps(value, _mm512_cmpeq_epi32_mask(rest, _mm512_set1_epi32(127)), _mm512_set1_ps(NAN));
-    __m512i sign = _mm512_slli_epi32(_mm512_and_si512(x, _mm512_set1_epi32(128)), 24);
-    return _mm512_castsi512_ps(_mm512_or_si512(_mm512_castps_si512(value), sign));
-#elif defined(AVX2)
-    __m256 half[2];
-    for (int i = 0; i < 2; i++) {
-        __m256i x = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(p + 8 * i)));
-        __m256i rest = _mm256_and_si256(x, _mm256_set1_epi32(127));
-        __m256 value = _mm256_mul_ps(_mm256_castsi256_ps(_mm256_slli_epi32(rest, 20)), _mm256_set1_ps(0x1p120f));
-        __m256i marks = _mm256_or_si256(_mm256_cmpeq_epi32(rest, _mm256_set1_epi32(127)),
-                                        _mm256_slli_epi32(_mm256_srli_epi32(x, 7), 31));
-        half[i] = _mm256_or_ps(value, _mm256_castsi256_ps(marks));
-    }
-    return PAIR(vf, half[0], half[1]);
+/* 16 values in E4M3 / 256: exponent and mantissa moved to their places in a float16, whose exponent has a bias greater by 8,
+ * subnormal numbers included. 127 is NaN. */
+INLINE vf load_fp8(const uint8_t *p) {
+#if defined(AVX512VNNI) || defined(AVX512) || defined(AVX2)
+    __m256i h = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)p)), 7);
+    h = _mm256_and_si256(h, _mm256_set1_epi16((int16_t)0xbf80));
+    __m256i magnitude = _mm256_and_si256(h, _mm256_set1_epi16(0x3f80));
+    h = _mm256_or_si256(h, _mm256_cmpeq_epi16(magnitude, _mm256_set1_epi16(0x3f80)));
+#ifdef AVX2
+    return PAIR(vf, _mm256_cvtph_ps(_mm256_castsi256_si128(h)), _mm256_cvtph_ps(_mm256_extracti128_si256(h, 1)));
 #else
-    float out[16];
-    for (int i = 0; i < 16; i++) out[i] = fp8_f32(p[i]);
-    return vf_load(out);
+    return _mm512_cvtph_ps(h);
+#endif
+#else
+    uint16_t h[16];
+    for (int i = 0; i < 16; i++) {
+        int magnitude = p[i] & 127;
+        h[i] = (uint16_t)((p[i] & 128) << 8 | (magnitude == 127 ? 0x7fff : magnitude << 7));
+    }
+    return vf_load_f16(h);
 #endif
 }
 

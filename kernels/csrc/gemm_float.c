@@ -11,7 +11,8 @@
 INLINE vf load_as(int kind, const uint8_t *p, vf scale) {
     return kind == F32   ? vf_load((const float *)p)
            : kind == F16 ? vf_load_f16((const uint16_t *)p)
-           : kind == FP8 ? vf_mul(load_fp8(p), scale) : vf_load_bf16((const uint16_t *)p);
+           : kind == FP8 ? vf_mul(load_fp8(p), scale) /* times 256 */
+                         : vf_load_bf16((const uint16_t *)p);
 }
 INLINE int64_t bytes_of(int kind, int64_t columns) {
     return kind == MXFP4 ? columns / 2 : columns * (kind == F32 ? 4 : kind == FP8 ? 1 : 2);
@@ -43,7 +44,7 @@ INLINE void float_rows(int kind, int R, int n, const weight_t *w, int64_t row, c
                 __builtin_prefetch(at + ahead);
                 if (kind == F32) __builtin_prefetch(at + ahead + 64);
             }
-            if (kind == FP8 && c % 128 == 0) scale[i] = vf_set1(scale_at(w, (row + i) / 128 * w->row_scales + c / 128));
+            if (kind == FP8 && c % 128 == 0) scale[i] = vf_set1(256 * scale_at(w, (row + i) / 128 * w->row_scales + c / 128));
             UNROLL
             for (int j = 0; j < 2; j++) {
                 vf u = kind == MXFP4 ? load_mxfp4(at + 8 * j, scale_at(w, (row + i) * w->row_scales + c / 32))
@@ -91,7 +92,7 @@ void dequantize(const weight_t *w, int64_t row, int64_t from, int64_t count, flo
         for (; c + 16 <= stop; c += 16) vf_store(out + c, vf_load((const float *)p + c));
     if (w->kind == FP8)
         for (; c + 16 <= stop; c += 16) {
-            float scale = scale_at(w, row / 128 * w->row_scales + c / 128);
+            float scale = 256 * scale_at(w, row / 128 * w->row_scales + c / 128);
             vf_store(out + c, vf_mul(load_fp8(p + c), vf_set1(scale)));
         }
     if (w->kind == MXFP4)
