@@ -23,7 +23,7 @@ from machine.exit import Terminated
 from machine.memory import rss_bytes
 from modes.chat_history import ChatHistory
 from modes.chat_tools import ToolTexts, make_tool, tools_notice
-from modes.report import divide, save_usage, say_loaded
+from modes.report import RunReport, divide, save_usage
 from modes.text import describe_sampler
 from settings import Settings
 from text.detokenizer import Detokenizer
@@ -47,18 +47,22 @@ def run_chat(settings: Settings, opened: OpenedSnapshot, message: str | None = N
     if tools:
         say(tools_notice(settings.unsafe_sandbox))
     loaded = load_model(settings, opened)
-    say_loaded(loaded)
+    run = RunReport("chat", loaded)
     chat = Chat(settings, loaded, tokenizer, tools)
     say(
         f"[chat] answers of at most {settings.ngen} tokens (NGEN), {opened.context} positions (CTX) | "
         f"{describe_sampler(chat.sampler)}"
     )
+    run.is_interrupted = True  # until it is known that it was not
     try:
         if ids is not None:
-            return 130 if answer_question(chat, history, ids) == STOPPED else 0
+            run.is_interrupted = answer_question(chat, history, ids) == STOPPED
+            return 130 if run.is_interrupted else 0
         chat_loop(chat, history)
+        run.is_interrupted = False
     finally:
         save_usage(loaded, chat.totals.num_prefilled + chat.totals.num_tokens)
+        run.write_session(settings, chat.drafter.draft_length, chat.totals.numbers(), seed=settings.seed)
     return 0
 
 
@@ -93,16 +97,39 @@ class ChatTotals:
     num_tokens: int = 0
     num_decoded: int = 0
     num_forwards: int = 0
+    num_proposed: int = 0
+    num_accepted: int = 0
+    prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
 
-    def add(self, num_ids: int, num_prefilled: int, counters: DecodeCounters, seconds: float) -> None:
+    def add(self, num_ids: int, num_prefilled: int, counters: DecodeCounters, seconds: tuple[float, float]) -> None:
+        """seconds: of prefill and decode."""
         self.num_answers += 1
         self.num_prompt_ids += num_ids
         self.num_prefilled += num_prefilled
         self.num_tokens += counters.tokens
         self.num_decoded += max(0, counters.tokens + (counters.stop_id is not None) - 1)
         self.num_forwards += counters.forwards
-        self.decode_seconds += seconds
+        self.num_proposed += counters.proposed
+        self.num_accepted += counters.accepted
+        self.prefill_seconds += seconds[0]
+        self.decode_seconds += seconds[1]
+
+    def numbers(self) -> dict[str, object]:
+        """Under the keys of REPORT."""
+        return {
+            "answers": self.num_answers,
+            "prompt_tokens": self.num_prefilled,
+            "cached_tokens": self.num_prompt_ids - self.num_prefilled,
+            "tokens": self.num_tokens,
+            "prefill_s": self.prefill_seconds,
+            "decode_s": self.decode_seconds,
+            "tok_s": divide(self.num_decoded, self.decode_seconds) or None,
+            "forwards": self.num_forwards,
+            "tokens_per_forward": divide(self.num_decoded, self.num_forwards) or None,
+            "drafts_proposed": self.num_proposed,
+            "drafts_accepted": self.num_accepted,
+        }
 
 
 class Chat:
@@ -153,7 +180,7 @@ class Chat:
             should_stop=lambda: stop_key.pressed,
             tool_state=ToolState(ids, self.tools, ToolTexts(self.tokenizer)) if self.tools else None,
         )
-        began = None
+        began, started = None, time.perf_counter()
         try:
             with closing(tokens):
                 for token in tokens:
@@ -166,9 +193,12 @@ class Chat:
             show(stream.flush() + "\n")  # the text so far is whole, and the error gets a line of its own
             raise
         if not began and counters.stop_id is None:
+            self.totals.num_prefilled += kv.length - (len(ids) - num_new)  # of chunks that were complete
             return None
         show(stream.flush() + "\n")
-        self.totals.add(len(ids), num_new, counters, time.perf_counter() - began if began else 0.0)
+        ended = time.perf_counter()
+        began = began or ended
+        self.totals.add(len(ids), num_new, counters, (began - started, ended - began))
         return self.ids[len(ids) :], self.cut_reason(stop_key, counters, max_tokens)
 
     def cut_reason(self, stop_key: StopKey, counters: DecodeCounters, max_tokens: int) -> str | None:

@@ -131,6 +131,16 @@ class RunReport:
         say("PROFILE: " + " | ".join(f"{stage} {seconds:.2f}" for stage, seconds in numbers["profile"].items()) + " s")
         write_report(settings, numbers)
 
+    def write_session(
+        self, settings: Settings, draft_length: DraftLength, numbers: dict[str, Any], **more: object
+    ) -> None:
+        """Write REPORT for a chat or a server: `numbers` of its answers, and those of the whole time."""
+        self.end()
+        self.draft_length = draft_length
+        self.num_prompt_ids = numbers["prompt_tokens"]
+        unknown = ("prefill_s", "decode_s", "tok_s", "tokens_per_forward", "prefill_expert_bytes_read")
+        write_report(settings, self.numbers(numbers["tokens"], **(dict.fromkeys(unknown) | numbers | more)))
+
     def numbers(self, num_decoded: int, **more: object) -> dict[str, Any]:
         """Every number of the run under the keys of REPORT (docs/report.md)."""
         prefill, decode, whole = self.phases()

@@ -49,9 +49,11 @@ def announce(opened: OpenedSnapshot) -> None:
         say(line)
 
 
-def without_mode(settings: Settings, program: str) -> Settings:
+def without_mode(settings: Settings, program: str, has_report: bool = False) -> Settings:
     """The settings of a program that has one mode: those that choose another are unset, and a notice names each."""
+    kept = settings.report if has_report else None
     ignored = [name for name in MODE_SETTINGS if getattr(settings, name) not in (None, False)]
+    ignored = [name for name in ignored if name != "report" or not has_report]
     notices = tuple(f"[env] {name.upper()} has no effect on {program}: ignored" for name in ignored)
     settings = replace(settings, notices=settings.notices + notices)
-    return replace(settings, prompt=None, score=None, serve=None, ref=None, replay=False, tf=False, report=None)
+    return replace(settings, prompt=None, score=None, serve=None, ref=None, replay=False, tf=False, report=kept)

@@ -3,13 +3,14 @@
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 from errors import Refused
 from generate.kv_file import KvFileStore
 from generate.scheduler import Scheduler
 from load.model import LoadedModel, OpenedSnapshot, load_model, open_snapshot
 from machine.console import say
-from modes.report import save_usage, say_loaded
+from modes.report import RunReport, save_usage
 from settings import Settings
 from text.tokenizer import TextTokenizer
 
@@ -83,7 +84,7 @@ def running_scheduler(settings: Settings, opened: OpenedSnapshot) -> Iterator[tu
     """Load the model and start its scheduler, which ends with the block. An interrupt of the block is no error: uvicorn
     raises the signal that ended it once more."""
     loaded = load_model(settings, opened)
-    say_loaded(loaded)
+    run = RunReport("stdio" if settings.serve == "stdio" else "serve", loaded)
     saved = KvFileStore(loaded, settings.cache, say) if settings.kvsave else None
     scheduler = Scheduler(loaded, opened.plan.kv_slots, settings.queue, saved)
     try:
@@ -93,3 +94,24 @@ def running_scheduler(settings: Settings, opened: OpenedSnapshot) -> Iterator[tu
         scheduler.close()
         numbers = scheduler.statistics()
         save_usage(loaded, numbers["prompt_rows"] + numbers["tokens"])
+        run.write_session(settings, scheduler.draft_length, server_numbers(numbers), seed=settings.seed)
+
+
+def server_numbers(statistics: dict[str, Any]) -> dict[str, Any]:
+    """The statistics of a scheduler under the keys of REPORT. Requests share forward passes, in which some prefill and
+    others decode, so neither has a time of its own."""
+    same = (
+        "requests",
+        "rows_stop",
+        "rows_length",
+        "rows_cancelled",
+        "rows_error",
+        "cached_tokens",
+        "tokens",
+        "forwards",
+    )
+    return {name: statistics[name] for name in same} | {
+        "prompt_tokens": statistics["prompt_rows"],
+        "drafts_proposed": statistics["proposed"],
+        "drafts_accepted": statistics["accepted"],
+    }

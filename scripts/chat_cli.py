@@ -54,7 +54,8 @@ def main(arguments: list[str]) -> int:
 
     def run() -> int:
         args = parser.parse_args(arguments)
-        settings = without_mode(Settings.read(args.arguments, ngen=CHAT_NGEN, tools=args.tools), "a chat")
+        settings = Settings.read(args.arguments, ngen=CHAT_NGEN, tools=args.tools)
+        settings = without_mode(settings, "a chat", has_report=True)
         settings = replace(settings, top_k=args.top_k)
         if args.temperature is not None:
             settings = replace(settings, temp=args.temperature)
