@@ -171,6 +171,7 @@ class StreamingBench:
         row: Row = {"routing": self.routing, "kind": kind, "arm": arm, "round": turn + 1, "limit": self.limit}
         row |= {"kernels": numbers["kernels"], "plain_before": before, "plain_after": self.speed}
         row["peak_rss_gb"] = numbers["peak_rss_bytes"] / 1e9
+        row |= {f"read_{name}": numbers["drives"][0][name] for name in ("mode", "depth")}
         needed = self.needed_bytes(trace) if trace else None
         row |= streaming_row(numbers, (before + self.speed) / 2, needed)
         self.rows.append(row)

@@ -7,7 +7,8 @@ REFERENCE = "reference"  # the arm that others are compared with
 Row = dict[str, Any]  # a line of the CSV
 COLUMNS = (
     "routing kind arm round tokens tok_s hit_rate mb_per_token u overlap wait_share ahead_useful_mb ahead_wasted_mb "
-    "peak_rss_gb disk_s compute_s seconds gb_read plain_before plain_after read_over_needed cache_filled kernels limit"
+    "peak_rss_gb disk_s compute_s seconds gb_read plain_before plain_after read_over_needed cache_filled kernels limit "
+    "read_mode read_depth"
 ).split()
 
 

@@ -85,7 +85,7 @@ class ExpertCache:
         self.abandoned: dict[ExpertKey, ExpertRead] = {}  # in flight, no longer wanted
         self.open_request: ExpertRequest | None = None
         self.prefetcher = PrefetchController(prefetch, len(self.pool_of))
-        self.queue = ReadQueue(self.read_into_slot, max(MIN_DEPTH, disk.drives.queue_depth))
+        self.queue = ReadQueue(self.read_into_slot, lambda: max(MIN_DEPTH, disk.drives.queue_depth))
         self.is_closed = False
         self.populate_thread = threading.Thread(target=self.populate, daemon=True, name="expert slots")
         self.populate_thread.start()

@@ -3,6 +3,7 @@
 import ctypes
 import os
 import threading
+import time
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from errors import Refused
+from experts.drive_learner import DriveLearner, Setting
 from snapshot.reader import PAGE, FileReader, align_to_page, open_file
 
 if TYPE_CHECKING:  # disk.py imports this file
@@ -18,6 +20,8 @@ if TYPE_CHECKING:  # disk.py imports this file
 
 MODES = ("direct", "buffered")  # O_DIRECT, or through the page cache
 TOLERANCE = 0.95  # of the best speed counts as the best
+CACHED_SHARE = 0.5  # of an expert in the page cache, from which on it is read from there
+FULL_FACTOR = 2  # a drive with as many reads in flight as it should have counts as that much slower
 
 
 class DriveWarning(UserWarning):
@@ -46,20 +50,68 @@ def choose_rate(rates: Sequence[ReadRate]) -> ReadRate:
 
 
 class Drive:
-    """One copy of a snapshot's files, in the folder `root`, and how they are read. Thread-safe."""
+    """One copy of a snapshot's files, in the folder `root`, and how they are read: as `speed` says, or as `learner`
+    finds best. Thread-safe."""
 
     def __init__(self, root: Path, reader: FileReader, speed: ReadRate | None = None) -> None:
         self.root = root
         self.reader = reader
-        self.speed = speed or ReadRate()  # how it is read
-        self.rates: tuple[ReadRate, ...] = ()  # all that were measured
+        self.speed = speed or ReadRate()  # how it is read at first
+        self.rates: tuple[ReadRate, ...] = ()  # all that were measured before this run
+        self.best_at_start = 0.0  # bytes a second, if it was measured when this run began
+        self.learner: DriveLearner | None = None
+        self.prefers_page_cache = False  # experts in the page cache are read from there, whatever the mode
         self.path_of = cache(lambda path: root / path.name)
         self.is_failed = False
         self.outstanding_bytes = 0  # of reads that have not ended
+        self.outstanding_reads = 0
+
+    @property
+    def depth(self) -> int:
+        """Reads to keep in flight."""
+        return self.learner.depth if self.learner else self.speed.depth
+
+    @property
+    def bytes_per_second(self) -> float:
+        """Of late in this run, or as it was measured before."""
+        return (self.learner.speed if self.learner else 0.0) or self.speed.gigabytes_per_second * 1e9
+
+    @property
+    def best_bytes_per_second(self) -> float | None:
+        """The best speed seen in this run, else the one remembered; None if there is neither."""
+        best = max(self.learner.best if self.learner else 0.0, self.best_at_start)
+        return best or (self.speed.gigabytes_per_second * 1e9 if self.rates else None)
+
+    @property
+    def setting(self) -> Setting:
+        """How it is read now, trials apart."""
+        return self.learner.setting if self.learner else (self.speed.mode, self.speed.depth)
 
     def read_expert(self, layout: "ExpertLayout", buffer: memoryview, what: str) -> None:
+        """Read an expert into `buffer`, and learn from it; `what` names the expert in an error."""
+        learner = self.learner
+        if learner is None:
+            self.read_ranges(layout, buffer, self.speed.mode, what)
+            return
+        cached = self.cached_share(layout)
+        if cached >= CACHED_SHARE and self.prefers_page_cache:
+            self.read_ranges(layout, buffer, "buffered", what)
+            learner.add_cached(layout.stored_bytes)
+            return
+        read = learner.begin(time.perf_counter())
+        try:
+            self.read_ranges(layout, buffer, read.mode, what)
+        except BaseException:
+            learner.drop(read, time.perf_counter())
+            raise
+        from_cache = round(cached * layout.stored_bytes) if read.mode == "buffered" else 0
+        learner.end(read, time.perf_counter(), layout.stored_bytes - from_cache)
+        if from_cache:
+            learner.add_cached(from_cache)
+
+    def read_ranges(self, layout: "ExpertLayout", buffer: memoryview, mode: str, what: str) -> None:
         """Read the byte ranges of an expert into `buffer`; `what` names the expert in an error."""
-        is_direct = self.speed.mode == "direct" and is_page_aligned(buffer)
+        is_direct = mode == "direct" and is_page_aligned(buffer)
         for r in layout.ranges:
             path = self.path_of(r.path)
             if is_direct and r.is_congruent:
@@ -68,6 +120,12 @@ class Drive:
                 self.reader.read_direct(path, r.offset - before, pages, before + r.num_bytes, what)
             else:
                 self.reader.read_into(path, r.offset, buffer[r.buffer_offset : r.buffer_offset + r.num_bytes], what)
+
+    def cached_share(self, layout: "ExpertLayout") -> float:
+        """About the share of an expert that lies in the page cache, 0 to 1; 0 where the system does not tell."""
+        ranges = layout.ranges
+        shares = [self.reader.cached_share(self.path_of(r.path), r.offset, r.num_bytes) for r in ranges]
+        return sum(shares) / len(shares)
 
     def drop_from_page_cache(self, layout: "ExpertLayout") -> None:
         """Drop an expert from the page cache. Not done after each read: that costs half as much as reading, the kernel
@@ -100,7 +158,19 @@ class DriveSet:
     @property
     def queue_depth(self) -> int:
         """Reads to keep in flight over all drives."""
-        return sum(drive.speed.depth for drive in self.usable)
+        return sum(drive.depth for drive in self.usable)
+
+    @property
+    def bytes_per_second(self) -> float | None:
+        """What plain reads from all drives give together, at the best speed seen in this run; None if one of them is
+        unknown."""
+        speeds = [drive.best_bytes_per_second for drive in self.all]
+        return None if None in speeds else sum(filter(None, speeds))
+
+    @property
+    def cached_bytes(self) -> int:
+        """Bytes of experts that were read from the page cache so far, as far as is known."""
+        return sum(drive.learner.counters.cached_bytes for drive in self.all if drive.learner)
 
     def read_expert(self, layout: "ExpertLayout", buffer: memoryview, what: str) -> None:
         """Read an expert from the drive that would finish first, or from another when that one fails for good."""
@@ -113,12 +183,20 @@ class DriveSet:
             finally:
                 with self.lock:
                     drive.outstanding_bytes -= layout.num_bytes
+                    drive.outstanding_reads -= 1
 
     def assign(self, num_bytes: int) -> Drive:
         """The usable drive that would finish `num_bytes` more first, of equals the first; they become outstanding."""
+
+        def seconds(drive: Drive) -> float:
+            is_full = drive.outstanding_reads >= drive.depth
+            return (drive.outstanding_bytes + num_bytes) / drive.bytes_per_second * (FULL_FACTOR if is_full else 1)
+
         with self.lock:
-            drive = min(self.usable, key=lambda d: (d.outstanding_bytes + num_bytes) / d.speed.gigabytes_per_second)
+            usable = self.usable
+            drive = min(usable, key=seconds) if len(usable) > 1 else usable[0]
             drive.outstanding_bytes += num_bytes
+            drive.outstanding_reads += 1
             return drive
 
     def exclude(self, drive: Drive, error: Refused) -> None:

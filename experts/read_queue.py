@@ -49,16 +49,15 @@ class Stopwatch:
 
 
 class ReadQueue:
-    """At most `depth` reads in flight, at most half of them prefetches.
+    """At most `depth()` reads in flight, at most half of them prefetches.
 
-    One thread submits; `fill(read)` does the work of one read in a reader thread. Threads start with the first reads
-    and end with `close`.
+    One thread submits; `fill(read)` does the work of one read in a reader thread. `depth` is asked before each read.
+    Threads start with the first reads and end with `close`.
     """
 
-    def __init__(self, fill: Callable[[ExpertRead], Any], depth: int) -> None:
+    def __init__(self, fill: Callable[[ExpertRead], Any], depth: Callable[[], int]) -> None:
         self.fill = fill
-        self.depth = max(1, depth)
-        self.prefetch_depth = max(1, self.depth // 2)
+        self.depth = depth
         self.changed = threading.Condition()
         self.urgent: deque[ExpertRead] = deque()
         self.prefetches: deque[ExpertRead] = deque()
@@ -74,9 +73,14 @@ class ReadQueue:
         with self.changed:
             (self.urgent if read.is_urgent else self.prefetches).append(read)
             self.notify()
-            if len(self.threads) < self.depth:
-                self.threads.append(threading.Thread(target=self.run_reader, daemon=True, name="expert reader"))
-                self.threads[-1].start()
+            self.add_threads()
+
+    def add_threads(self) -> None:
+        """Start the threads that the reads need which may be in flight now. The lock is held."""
+        num_reads = len(self.urgent) + len(self.prefetches) + len(self.in_flight)
+        while len(self.threads) < min(self.depth(), num_reads) and not self.is_closed:
+            self.threads.append(threading.Thread(target=self.run_reader, daemon=True, name="expert reader"))
+            self.threads[-1].start()
 
     def promote(self, read: ExpertRead) -> None:
         """Make a prefetch urgent."""
@@ -140,14 +144,22 @@ class ReadQueue:
                 self.num_done += 1
                 self.total_read_seconds += read.ended_at - read.started_at  # type: ignore[operator]  # it started
                 self.notify()
+                if self.urgent:
+                    self.add_threads()  # there may be more reads in flight than before
+
+    @property
+    def num_prefetches_in_flight(self) -> int:
+        return sum(not read.is_urgent for read in self.in_flight)
 
     def start_next(self) -> ExpertRead | None:
         """Wait for the next read and start it; None when the queue is closed."""
         with self.changed:
             while not self.is_closed:
-                if self.urgent:
+                depth = max(1, self.depth())
+                has_room = len(self.in_flight) < depth
+                if has_room and self.urgent:
                     read = self.urgent.popleft()
-                elif self.prefetches and sum(not read.is_urgent for read in self.in_flight) < self.prefetch_depth:
+                elif has_room and self.prefetches and self.num_prefetches_in_flight < max(1, depth // 2):
                     read = self.prefetches.popleft()
                 else:
                     self.changed.wait()

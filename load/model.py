@@ -7,7 +7,7 @@ from pathlib import Path
 from errors import Refused
 from experts.cache import ExpertCache
 from experts.disk import ExpertDisk
-from experts.drive_speed import set_up_drives
+from experts.drive_speed import remember_drives, set_up_drives
 from experts.route_trace import RouteTrace
 from experts.usage import UsageHistory
 from forward.model import Model
@@ -117,6 +117,7 @@ def load_model(settings: Settings, opened: OpenedSnapshot | None = None) -> Load
     # Before anything is loaded: measuring the drives takes memory for eight experts.
     free_bytes = (available_bytes() or 0) - plan.need_bytes
     drive = set_up_drives(opened.disk, settings.read_mode, settings.cache, free_bytes)
+    opened.resources.callback(remember_drives, opened.disk, settings.read_mode, settings.cache)
     # Its expert slots are populated while the drive is busy with the dense weights.
     guard, prefetch = MemoryGuard(plan.budget_bytes), settings.lookahead
     experts = ExpertCache(

@@ -3,13 +3,15 @@
 import json
 import os
 import time
-from dataclasses import astuple, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from operator import sub
 from pathlib import Path
 from typing import Any
 
 from errors import Refused
 from experts.cache import CacheCounters
+from experts.drive import Drive
+from experts.drive_speed import describe_learned
 from generate.decode import DecodeCounters
 from generate.draft_length import DraftLength
 from load.model import LoadedModel
@@ -34,12 +36,19 @@ class CounterMark:
     seconds: float
     cache: CacheCounters
     busy_seconds: float  # of the drives
+    cached_bytes: int  # of experts that came from the page cache
     profile: dict[str, float]  # stage -> seconds
 
     def since(self, before: "CounterMark") -> "CounterMark":
         cache = CacheCounters(*map(sub, astuple(self.cache), astuple(before.cache)))
         profile = {stage: seconds - before.profile[stage] for stage, seconds in self.profile.items()}
-        return CounterMark(self.seconds - before.seconds, cache, self.busy_seconds - before.busy_seconds, profile)
+        busy, cached = self.busy_seconds - before.busy_seconds, self.cached_bytes - before.cached_bytes
+        return CounterMark(self.seconds - before.seconds, cache, busy, cached, profile)
+
+    @property
+    def drive_bytes(self) -> int:
+        """Bytes of experts that came from drives."""
+        return max(0, self.cache.bytes_read - self.cached_bytes)
 
 
 class RunReport:
@@ -65,7 +74,8 @@ class RunReport:
 
     def mark(self) -> CounterMark:
         experts, profile = self.model.experts, dict(self.model.profile.seconds)
-        return CounterMark(time.perf_counter(), replace(experts.counters), experts.busy_seconds, profile)
+        cached = self.loaded.disk.drives.cached_bytes
+        return CounterMark(time.perf_counter(), replace(experts.counters), experts.busy_seconds, cached, profile)
 
     def end(self) -> None:
         """Stop the clocks, so that everything said of the run is the same number."""
@@ -112,14 +122,6 @@ class RunReport:
         prefilled = self.prefilled or now
         return prefilled.since(self.started), now.since(prefilled), now.since(self.started)
 
-    @property
-    def drive_speed(self) -> float | None:
-        """Bytes a second of plain reads from all drives, as measured at their first use; None: not measured."""
-        drives = self.loaded.disk.drives.all
-        if not all(drive.rates for drive in drives):
-            return None
-        return sum(drive.speed.gigabytes_per_second for drive in drives) * 1e9
-
     def finish(self, settings: Settings, num_decoded: int = 0, **more: object) -> None:
         """End the run: print statistics and profile, write REPORT.
 
@@ -148,7 +150,7 @@ class RunReport:
         is_replay = self.mode == "replay"
         if is_replay:  # it measures the decode phase alone
             whole = decode
-        cache = whole.cache
+        cache, drives = whole.cache, self.loaded.disk.drives
         tokens = num_decoded if is_replay else num_decoded + self.num_prompt_ids
         profile = {"expert-disk": cache.wait_seconds, **whole.profile}
         profile["rest"] = whole.seconds - sum(profile.values())
@@ -178,8 +180,10 @@ class RunReport:
             "wait_share": divide(cache.wait_seconds, whole.seconds),
             "disk_busy_s": whole.busy_seconds,
             "drive": self.loaded.drive,
-            "drive_bytes_s": self.drive_speed,
-            "drive_use": divide(cache.bytes_read, whole.seconds * (self.drive_speed or 0)),
+            "drives": [drive_numbers(drive) for drive in drives.all],
+            "drive_bytes_s": drives.bytes_per_second,
+            "drive_use": divide(whole.drive_bytes, whole.seconds * (drives.bytes_per_second or 0)),
+            "page_cache_bytes": whole.cached_bytes,
             "ahead_useful_bytes": cache.useful_prefetch_bytes,
             "ahead_wasted_bytes": cache.wasted_prefetch_bytes,
             "rss_bytes": rss_bytes(),
@@ -209,11 +213,14 @@ class RunReport:
             f"peak RSS {peak_rss_bytes() / 1e9:.2f} of {self.loaded.plan.budget_bytes / 1e9:.2f} GB | "
             f"{self.counters.tokens_per_forward:.2f} tokens a forward"
         )
+        for drive in self.loaded.disk.drives.all:
+            if line := describe_learned(drive):
+                say(line)
         for line in self.draft_length.summary_lines():
             say(line)
 
     def table_row(self, phase: str, mark: CounterMark, tokens: int) -> tuple[str, ...]:
-        cache, speed = mark.cache, self.drive_speed
+        cache, speed = mark.cache, self.loaded.disk.drives.bytes_per_second
 
         def per_token(number: float, digits: int) -> str:
             return (
@@ -229,9 +236,18 @@ class RunReport:
             per_token(cache.misses, 1),
             per_token(cache.bytes_read / 1e9, 3),
             f"{divide(cache.bytes_read / 1e9, mark.busy_seconds):.2f}",
-            f"{cache.bytes_read / mark.seconds / speed:.2f}" if speed else "-",
+            f"{mark.drive_bytes / mark.seconds / speed:.2f}" if speed else "-",
             f"{divide(cache.wait_seconds, mark.seconds):.0%}",
         )
+
+
+def drive_numbers(drive: Drive) -> dict[str, Any]:
+    """What a run learned of a drive, under the keys of REPORT (docs/report.md)."""
+    learner, (mode, depth) = drive.learner, drive.setting
+    numbers = {"mode": mode, "depth": depth, "bytes_s": None, "best_bytes_s": drive.best_bytes_per_second}
+    if learner:
+        numbers |= {"bytes_s": learner.speed or None, **asdict(learner.counters)}
+    return numbers
 
 
 def say_loaded(loaded: LoadedModel) -> None:

@@ -48,6 +48,20 @@ class Metrics(Collector):
             seconds = choice.last_token_time - choice.first_token_time
             self.each_token.observe(seconds / (choice.num_tokens - 1))
 
+    def drive_metrics(self) -> Iterator[Metric]:
+        """How each drive is read now, and what it gave."""
+        depth = GaugeMetricFamily("colibri_drive_depth", "Reads that a drive has in flight", labels=["drive", "mode"])
+        best = GaugeMetricFamily("colibri_drive_best_bytes_per_second", "Best speed seen of a drive", labels=["drive"])
+        drives = self.experts.disk.drives
+        for name, drive in zip(("drive", "mirror"), drives.all, strict=False):
+            depth.add_metric([name, drive.setting[0]], drive.setting[1])
+            best.add_metric([name], drive.best_bytes_per_second or 0)
+        yield depth
+        yield best
+        yield CounterMetricFamily(
+            "colibri_expert_page_cache_bytes", "Bytes of experts that came from the page cache", drives.cached_bytes
+        )
+
     def collect(self) -> Iterator[Metric]:
         """Return what is counted elsewhere; prometheus_client calls this."""
         counters = self.experts.counters
@@ -62,6 +76,7 @@ class Metrics(Collector):
         yield CounterMetricFamily(
             "colibri_expert_wait_seconds", "Time with nothing to compute until an expert arrived", counters.wait_seconds
         )
+        yield from self.drive_metrics()
         reads = queue.num_done, queue.total_read_seconds
         yield SummaryMetricFamily("colibri_expert_read_seconds", "Duration of expert reads", *reads)
         yield GaugeMetricFamily("colibri_queue_length", "Requests in the queue", statistics["queue"])

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from errors import Refused, shorten
+from machine.page_cache import CachedPages
 
 PAGE = 4096  # alignment of direct reads, in the file and in memory
 O_DIRECT = getattr(os, "O_DIRECT", 0)  # 0: macOS has none
@@ -105,6 +106,7 @@ class FileReader:
         self.preadv = preadv or os.preadv  # another in tests of read errors
         self.descriptors: dict[tuple[Path, int], int] = {}  # (path, flags) -> descriptor
         self.buffered_only: set[Path] = set()  # files whose file system refuses direct reads
+        self.cached_pages: dict[Path, CachedPages | None] = {}  # None: the system does not tell
         self.opening = threading.Lock()
 
     def read_into(self, path: Path, offset: int, buffer: memoryview, what: str) -> None:
@@ -160,7 +162,23 @@ class FileReader:
             with suppress(OSError):
                 os.posix_fadvise(self.get_descriptor(path), offset, num_bytes, os.POSIX_FADV_DONTNEED)
 
+    def cached_share(self, path: Path, offset: int, num_bytes: int) -> float:
+        """About the share of a byte range that lies in the page cache, 0 to 1; 0 where the system does not tell."""
+        if path not in self.cached_pages:
+            pages = None
+            with suppress(OSError, Refused):  # if there is no such file, reading it says so
+                pages = CachedPages(self.get_descriptor(path))
+            with self.opening:
+                kept = self.cached_pages.setdefault(path, pages)
+            if pages and pages is not kept:  # another thread was faster
+                pages.close()
+        pages = self.cached_pages[path]
+        return pages.share(offset, num_bytes) if pages else 0.0
+
     def close(self) -> None:
+        for pages in filter(None, self.cached_pages.values()):
+            pages.close()
+        self.cached_pages.clear()
         for descriptor in self.descriptors.values():
             os.close(descriptor)
         self.descriptors.clear()

@@ -28,7 +28,7 @@ def test_prefetched_bytes_are_counted(load):
 def test_a_new_prediction_replaces_the_last(load):
     """A pending prefetch that is no longer predicted is not read; one in flight ends and is dropped by the request."""
     cache = load(FIXTURES / "glm_moe_dsa", cap=4, LOOKAHEAD=1).model.experts
-    cache.queue.prefetch_depth = 2  # whatever the measured queue depth of this drive
+    cache.queue.depth = lambda: 4  # two prefetches, whatever the queue depth of this drive
     may_go, plain = threading.Event(), cache.queue.fill
     cache.queue.fill = lambda read: may_go.wait() and plain(read)
     try:
@@ -78,7 +78,7 @@ def test_urgent_reads_go_before_prefetches():
         order.append(read.key)
         may_go.wait()
 
-    queue = ReadQueue(fill, 2)
+    queue = ReadQueue(fill, lambda: 2)
     reads = [ExpertRead(i, None, is_urgent=False) for i in range(4)]
     for read in reads:
         queue.submit(read)

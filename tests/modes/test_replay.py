@@ -82,6 +82,7 @@ def test_a_report_holds_every_documented_number(run_colibri, tmp_path, mode):
     assert 0 < report["rss_bytes"] <= report["peak_rss_bytes"] * 1.01 < report["budget_bytes"]
     assert [path.name for path in tmp_path.iterdir() if path.name.endswith(".partial")] == []
     assert all(seconds >= 0 for seconds in report["profile"].values())
+    assert report["drives"] == [{"mode": "buffered", "depth": 4, "bytes_s": None, "best_bytes_s": None}]  # small
 
 
 def test_every_operation_is_in_a_measured_stage(monkeypatch, tmp_path):

@@ -248,10 +248,12 @@ def test_metrics_for_prometheus(server):
         "requests_total prompt_tokens_total cached_tokens_total generated_tokens_total queue_full_total "
         "time_to_first_token_seconds_count time_per_output_token_seconds_sum expert_hits_total expert_misses_total "
         "expert_read_bytes_total expert_evictions_total expert_read_seconds_count expert_read_seconds_sum "
-        "expert_wait_seconds_total queue_length slots resident_memory_bytes"
+        "expert_wait_seconds_total queue_length slots resident_memory_bytes expert_page_cache_bytes_total drive_depth "
+        "drive_best_bytes_per_second"
     )
     values = {name: found[f"colibri_{name}"].value for name in wanted.split()}
     assert values["generated_tokens_total"] >= 4 and values["expert_hits_total"] > 0
+    assert found["colibri_drive_depth"].labels == {"drive": "drive", "mode": "buffered"} and values["drive_depth"] == 4
     assert 1e8 < values["resident_memory_bytes"] < 2e9
     assert f'colibri_requests_total{{path="{COMPLETIONS}",status="200"}}' in text
 
