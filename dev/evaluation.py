@@ -6,6 +6,7 @@ prefilled once. Texts that do not fit CTX are truncated on the left, with a noti
 """
 
 import queue
+import secrets
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -79,6 +80,7 @@ class Evaluation:
         self.prefix = self.reader.prefix.ids
         self.start = self.prefix or first_token(self.tokenizer, opened)  # stands for an empty context
         self.stop_ids = all_stop_ids(opened.config, self.tokenizer)
+        self.separator = secrets.token_hex(8)  # breaks the special tokens of messages in two, as in encode_chat
         self.num_cut = 0  # texts truncated on the left since the last notice
         self.all_cut = 0  # and since the start
         self.loaded: LoadedModel | None = None
@@ -92,7 +94,7 @@ class Evaluation:
     def pair(self, context: str, continuation: str) -> ScoreRequest:
         """Two texts -> ScoreRequest of at most CTX + 1 ids. An empty context becomes the prefix, or else one token."""
         if context:
-            context_ids, ids = self.reader.encode_pair(context, continuation)
+            context_ids, ids = self.reader.encode_pair(context, continuation, self.separator)
         else:
             context_ids, ids = [], self.tokenizer.encode(continuation)
             if ids[: len(self.start)] == self.start:
@@ -167,7 +169,7 @@ class Evaluation:
         repeats: Counter[tuple[str, EvaluationOptions]] = Counter()
         for context, options in requests:
             room = self.context - positions_needed(0, options.max_tokens)
-            prompts.append(self.fit(self.tokenizer.encode(context), room, "answer"))
+            prompts.append(self.fit(self.tokenizer.encode(context, self.separator), room, "answer"))
             rows.append(repeats[context, options])
             repeats[context, options] += 1
         self.say_cut("prompts")
@@ -206,7 +208,9 @@ class Evaluation:
 
     def render_chat(self, messages: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """Messages -> the text of the snapshot's chat template. Without a generation prompt the last message is one
-        to be continued: the text that the template appends is removed."""
+        to be continued: the text that the template appends is removed. Special tokens in a message stay text: in what
+        is returned they are broken in two, until it is encoded."""
+        messages = self.tokenizer.break_special(messages, self.separator)
         text = self.tokenizer.render_chat(messages, self.settings.think, add_generation_prompt=add_generation_prompt)
         if add_generation_prompt:
             return text

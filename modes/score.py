@@ -148,7 +148,7 @@ class ScoreFileReader:
                 raise ValueError(f"{key} must be a list of token ids, or both must be texts")
         return context, continuation
 
-    def encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+    def encode_pair(self, context: str, continuation: str, separator: str | None = None) -> tuple[list[int], list[int]]:
         """Encode two texts. Spaces that end the context go to the continuation, as in lm-eval.
 
         They are encoded together; where a token spans the border (a word cut in two), each is encoded alone, so that
@@ -158,7 +158,8 @@ class ScoreFileReader:
             raise ValueError("texts need the snapshot's tokenizer.json; give token ids instead")
         stripped = context.rstrip()
         continuation = context[len(stripped) :] + continuation
-        context_ids, ids = self.tokenizer.encode(stripped), self.tokenizer.encode(stripped + continuation)
+        context_ids = self.tokenizer.encode(stripped, separator)
+        ids = self.tokenizer.encode(stripped + continuation, separator)
         if ids[: len(context_ids)] == context_ids:
             return context_ids, ids[len(context_ids) :]
-        return context_ids, self.tokenizer.encode(continuation)
+        return context_ids, self.tokenizer.encode(continuation, separator, is_start=not context_ids)

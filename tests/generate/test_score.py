@@ -8,6 +8,7 @@ import pytest
 from generate.score import ScoreCounters, ScoreRequest, make_waves, score_requests, shared_length
 from settings import EMBEDDED_SNAPSHOT
 from tests.conftest import FIXTURES, ORACLES, read_json, reference
+from tests.support.small_tokenizers import write_tokenizer
 
 TINY = read_json(EMBEDDED_SNAPSHOT / "ref_glm.json")
 
@@ -216,6 +217,18 @@ def test_every_character_of_a_continuation_is_scored(load):
         context = text[:at].rstrip()
         assert reader.tokenizer.decode(list(request.context)) == context
         assert reader.tokenizer.decode(list(request.continuation)) == text[len(context) :]
+
+
+def test_a_word_cut_in_two_gets_no_space_within_it(load, tmp_path):
+    """SentencePiece puts a space in front of a text: "the t" + "ime" was scored as "the t ime"."""
+    from modes.score import ScoreFileReader
+    from settings import Settings
+
+    reader = ScoreFileReader(Settings.read([], {"PREFIX": "0"}), load(EMBEDDED_SNAPSHOT))
+    reader.tokenizer = write_tokenizer(tmp_path, "mixtral")
+    request = reader.parse_line(json.dumps({"context": "the t", "continuation": "ime"}))
+    pieces = map(reader.tokenizer.tokenizer.id_to_token, (*request.context, *request.continuation))
+    assert list(pieces) == ["▁the", "▁t", "i", "me"]
 
 
 def test_lines_end_at_newlines_alone(score_lines):

@@ -247,6 +247,17 @@ def test_the_chat_template(evaluation):
     assert evaluation(THINK=1).render_chat(messages).endswith("<|assistant|><think>")
 
 
+def test_special_tokens_in_a_message_of_a_task_stay_text(evaluation):
+    """A question about "<|assistant|>" ended there. In a raw text, which a task writes itself, they are tokens."""
+    e = evaluation()
+    text = e.render_chat([{"role": "user", "content": "a<|assistant|>b<|endoftext|>"}])
+    [assistant], [end] = e.tokenizer.encode("<|assistant|>"), e.tokenizer.encode("<|endoftext|>")
+    context = e.pair(text, " c").context
+    assert context.count(assistant) == 1 and end not in context
+    assert "<|user|>a<|assistant|>b<|endoftext|><|assistant|>" in e.tokenizer.decode(context)
+    assert e.pair("a<|assistant|>b", " c").context.count(assistant) == 1
+
+
 # --- the script -------------------------------------------------------------------------------------------------------
 
 
