@@ -78,12 +78,12 @@ def find_call_form(render: Callable[[CallForm], str | None]) -> CallForm:
 
 def variants(messages: list[Message], tools: Tools) -> Iterator[tuple[list[Message], Tools]]:
     """Yield a conversation as it came, then in forms for templates that fail for it: tools with all optional parts,
-    with texts where schemas may hold other values; and one text for reasoning and content beside tool calls."""
+    with texts where schemas may hold other values; and answers with one text, not two or none."""
     yield messages, tools
     seen = [(messages, tools)]
     complete = [complete_tool(tool) for tool in tools] if tools else tools
     texts = [values_as_text(tool) for tool in complete] if complete else complete
-    for joined in (messages, [join_reasoning(message) for message in messages]):
+    for joined in (messages, [one_text(message) for message in messages]):
         for version in (tools, complete, texts):
             if (joined, version) not in seen:
                 seen.append((joined, version))
@@ -102,7 +102,8 @@ def without_none(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def values_as_text(tool: Any) -> Any:
-    """Return a tool in whose schemas enums, defaults and descriptions are texts, as templates that join them expect."""
+    """Return a tool in whose schemas enums, defaults and descriptions are texts, and a type that may be null is one
+    word, as templates expect."""
     function = tool["function"]
     return tool | {"function": function | {"parameters": schema_as_text(function["parameters"])}}
 
@@ -118,6 +119,8 @@ def schema_as_text(schema: Any) -> Any:
             found[name] = {key: schema_as_text(item) for key, item in value.items()}
         elif name == "enum" and isinstance(value, list):
             found[name] = [to_text(item) for item in value]
+        elif name == "type" and isinstance(value, list) and len(types := [t for t in value if t != "null"]) == 1:
+            found[name] = types[0]
         elif name in ("default", "description"):
             found[name] = to_text(value)
         else:
@@ -129,9 +132,14 @@ def to_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def join_reasoning(message: Message) -> Message:
-    """Return a message with tool calls whose content holds its reasoning too."""
-    if not (message.get("tool_calls") and message.get("content") and message.get("reasoning_content")):
+def one_text(message: Message) -> Message:
+    """Return an answer with one text: its content holds the reasoning too beside tool calls, and an answer without
+    anything, as when it was cut off while the model reasoned, has a space."""
+    if message["role"] != "assistant" or bool(message.get("content")) != bool(message.get("tool_calls")):
+        return message
+    if not message.get("content"):
+        return message | {"content": " "}
+    if not message.get("reasoning_content"):
         return message
     content = f"{message['reasoning_content']}\n\n{message['content']}"
     return {name: value for name, value in message.items() if name not in REASONING} | {"content": content}

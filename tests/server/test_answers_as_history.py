@@ -152,7 +152,7 @@ def services(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=80, deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
 @given(data=st.data(), reason=st.sampled_from(["stop", "length"]))
 def test_every_answer_cut_anywhere_is_accepted_as_history(services, name, data, reason):
     """Field case: a call that the token limit had cut off ({"a": "x y) came back in the next request and was refused

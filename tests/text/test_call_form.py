@@ -136,6 +136,28 @@ def test_reasoning_and_a_text_beside_a_call():
     assert "<|channel|>analysis<|message|>Rain?<|end|>" in alone
 
 
+def test_an_empty_answer():
+    """Field case: an answer that was cut off while the model reasoned was refused for ever by Ministral's template."""
+    source = "{% for m in messages %}{{ m.content or raise_exception('no content') }}{% endfor %}"
+    empty = {"role": "assistant", "content": "", "reasoning_content": "hm"}
+    question = {"role": "user", "content": "Hi"}
+    assert compiled(source).render([question, empty, question]) == "Hi Hi"
+
+
+def test_a_type_that_may_be_null():
+    """Field case: Hermes' template recursed without an end for ["string", "null"], as zod writes optional texts."""
+    source = """\
+{%- macro kind(type) -%}
+{{ type if type in ('string', 'integer') else '' }}{% if type not in ('string', 'integer') %}
+{%- for t in type %}{{ kind(t) }}/{% endfor %}{% endif %}
+{%- endmacro -%}
+{%- for spec in tools[0].function.parameters.properties.values() %}{{ kind(spec.type) }};{% endfor %}"""
+    properties = {"a": {"type": ["string", "null"]}, "b": {"type": ["string", "integer"]}, "c": {"type": ["string"]}}
+    assert (
+        compiled(source).render([], [tool(parameters={"properties": properties})]) == "string;string/integer/;string;"
+    )
+
+
 def test_the_first_error_of_a_template_is_kept():
     with pytest.raises(Exception, match="roles must alternate"):
         compiled(templates.MIXTRAL).render([{"role": "user", "content": "a"}] * 2, [tool()])
