@@ -33,6 +33,7 @@ from settings import EMBEDDED_SNAPSHOT, Settings
 from snapshot.config_file import read_config
 from tests.conftest import read_json
 from tests.support.forked import environment, forker
+from tests.support.small_tokenizers import write_tokenizer
 from text.tokenizer import TextTokenizer
 
 CONFIG = read_config(EMBEDDED_SNAPSHOT)[0]
@@ -142,6 +143,17 @@ def test_special_tokens_of_an_answer_are_not_shown(load):
     dialogue.chat.sampler = ScriptedSampler(ids, [*answer, *dialogue.chat.stop_ids])
     assert dialogue.chat.generate_answer(ids, StopKey(), shown.append) == (answer, None)
     assert "".join(shown) == "I am he</think>\n"
+
+
+def test_bytes_that_are_no_character(load, tmp_path):
+    """A line end, half a character and a word of a byte-fallback tokenizer ended the chat in a traceback."""
+    tokenizer, shown = write_tokenizer(tmp_path, "llama2"), []
+    loaded = load(EMBEDDED_SNAPSHOT, CTX=64)
+    chat, ids = Chat(Settings.read([], {}), loaded, tokenizer), tokenizer.encode("the")
+    answer = tokenizer.find_ids(["▁time", "<0x0A>", "<0xF0>", "▁the", "<0xC3>"])
+    chat.sampler = ScriptedSampler(ids, [*answer, *chat.stop_ids])
+    assert chat.generate_answer(ids, StopKey(), shown.append) == (answer, None)
+    assert "".join(shown) == " time\n\ufffd the\ufffd\n"
 
 
 def test_special_tokens_that_a_user_types_stay_text():

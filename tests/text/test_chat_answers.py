@@ -69,7 +69,7 @@ def test_any_ids_stand_unchanged_in_the_prompts_behind_them(tmp_path, kind, temp
     turns = turns_of(tmp_path, kind, template)
     count = turns.tokenizer.tokenizer.get_vocab_size()
 
-    @settings(max_examples=25)
+    @settings(max_examples=60)
     @given(st.lists(st.lists(st.integers(5, count - 1), max_size=6), min_size=1, max_size=4))
     def check(answers):
         prompts = converse(turns, answers)
