@@ -102,7 +102,8 @@ class ScriptedServer(HttpClient):
 
     def __init__(self):
         settings = Settings.read([], {"SERVE": "1", "TEMP": "0"})
-        experts = SimpleNamespace(counters=CacheCounters(), queue=SimpleNamespace(num_done=0, total_read_seconds=0.0))
+        queue, drives = SimpleNamespace(num_done=0, total_read_seconds=0.0), SimpleNamespace(all=[], cached_bytes=0)
+        experts = SimpleNamespace(counters=CacheCounters(), queue=queue, disk=SimpleNamespace(drives=drives))
         loaded = SimpleNamespace(config=CONFIG, folder=EMBEDDED_SNAPSHOT, model=SimpleNamespace(experts=experts))
         self.scheduler, self.lines = FakeScheduler(), []
         self.service = HttpService(settings, loaded, self.scheduler, TOKENIZER, self.lines.append)
