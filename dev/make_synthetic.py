@@ -146,7 +146,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 def unfinished(folder: Path) -> str:
     """A hint to delete a folder whose weights are incomplete, or an empty text."""
-    begun = bool(own_files(folder, ".safetensors", ".safetensors.partial")) and not (folder / "config.json").exists()
+    begun = (
+        folder.is_dir()
+        and bool(own_files(folder, ".safetensors", ".safetensors.partial"))
+        and not (folder / "config.json").exists()
+    )
     return f"; {folder} is unfinished, delete it" if begun else ""
 
 

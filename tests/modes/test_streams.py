@@ -154,7 +154,7 @@ def test_heartbeats_on_a_terminal_come_between_lines(monkeypatch):
     monkeypatch.setattr(report.Terminal, "is_shared", True)
     monkeypatch.setattr(report.time, "perf_counter", lambda: now)
     run = object.__new__(report.RunReport)
-    mark = report.CounterMark(0.0, report.CacheCounters(), 0.0, {})
+    mark = report.CounterMark(0.0, report.CacheCounters(), 0.0, 0, {})
     run.counters, run.prefilled, run.heartbeat_at = report.DecodeCounters(tokens=20), mark, 0.0
     monkeypatch.setattr(run, "phases", lambda: (mark, mark, mark), raising=False)
     for now, is_open in ((5.0, False), (15.0, True), (16.0, False), (20.0, False), (27.0, False)):  # noqa: B007
