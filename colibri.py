@@ -31,6 +31,7 @@ def run(settings: Settings) -> int:
     """Run the mode that the settings choose -> exit code."""
     # Imported here: torch takes a second or two, and a mistyped variable should be reported at once.
     from load.model import open_snapshot
+    from machine.console import say
     from modes.chat import run_chat
     from modes.check import run_check
     from modes.reference import reference_path
@@ -52,7 +53,7 @@ def run(settings: Settings) -> int:
     )
     mode = next(mode for is_chosen, mode in modes if is_chosen)
     if mode is run_check and not settings.ref and not reference_path(settings).exists():
-        print(USAGE, file=sys.stderr)
+        say(USAGE)
         return 2
     if settings.tools and mode is not run_chat:
         raise Refused("--tools: only a chat has tools; set CHAT=1 in a terminal and no other mode, or use chat_cli.py")

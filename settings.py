@@ -172,6 +172,10 @@ class Environ(TextFieldReader):
         self.notices.append(f"[env] no home folder that can be written: {folder} takes its place; set {name}")
         return folder
 
+    def is_dumb(self, name: str) -> bool:
+        """True for a terminal that cannot move its cursor."""
+        return self.find(name) in (None, "dumb")
+
     def present(self, name: str) -> bool:
         return name in self.values
 
@@ -248,7 +252,7 @@ class Settings:
     kvsave: bool = variable(Environ.flag, False)  # keep KV caches of conversations over a restart
     # Folder of compiled kernels, drive speeds, usage histories, saved conversations.
     cache: Path = variable(Environ.cache_folder, name="XDG_CACHE_HOME")  # noqa: RUF009 - a field
-    dumb: bool = variable(lambda env, name: env.path(name) in (None, "dumb"), name="TERM")  # it cannot move its cursor
+    dumb: bool = variable(Environ.is_dumb, name="TERM")  # it cannot move its cursor
 
     @property
     def drafts(self) -> bool:
@@ -301,6 +305,11 @@ class Settings:
             top_k=0,
             notices=tuple(env.notices),
         )
+
+
+def terminal_is_dumb() -> bool:
+    """Settings.dumb, for programs that read no other variable."""
+    return Environ(os.environ).is_dumb("TERM")
 
 
 VARIABLES = {

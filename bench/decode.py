@@ -12,7 +12,6 @@ import argparse
 import inspect
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -21,10 +20,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import machine.interpreter  # noqa: F401 - first: what is missing is said in one line
+
+# isort: split
 import torch
 import torch.nn.functional as F
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench.synthetic import make_snapshot
 from experts.cache import ExpertCache
 from experts.prefetch import PrefetchController
@@ -36,6 +38,8 @@ from kernels.native import Native
 from kernels.weight import Weight
 from load.model import load_model
 from machine.arena import Arena
+from machine.exit import exit_code
+from machine.files import temporary_folder
 from machine.threads import num_threads
 from settings import EMBEDDED_SNAPSHOT, Settings
 from snapshot.weights import MoeWeights
@@ -191,18 +195,24 @@ def run(folder: str, prompt: int) -> None:
     loaded.close()
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompt", type=int, default=512, help="tokens of the prefill (default 512)")
     args = parser.parse_args(arguments)
+    return exit_code("decode", lambda: run_on_snapshot(args), "interrupted")
+
+
+def run_on_snapshot(args: argparse.Namespace) -> int:
+    """Run on SNAP, or on a synthetic snapshot."""
     snap = Settings.read([]).snap
     if snap != str(EMBEDDED_SNAPSHOT):
         run(snap, args.prompt)
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        make_snapshot(Path(folder, "glm"), SNAPSHOT)
+        return 0
+    with temporary_folder() as folder:
+        make_snapshot(folder / "glm", SNAPSHOT)
         run(f"{folder}/glm", args.prompt)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

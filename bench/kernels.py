@@ -16,16 +16,20 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import machine.interpreter  # noqa: F401 - first: what is missing is said in one line
+
+# isort: split
 import torch
 import torch.nn.functional as F
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from kernels.build import VARIANTS, usable_variants
 from kernels.dispatch import open_library
 from kernels.formats import FORMATS, FP8
 from kernels.quantize import quantize_fp8, quantize_rows
 from kernels.weight import Weight, view_weight
 from machine.arena import Arena, align_to_line
+from machine.exit import exit_code
 from machine.threads import num_threads
 from settings import Settings
 
@@ -132,13 +136,17 @@ def torch_work(weights: list[Weight], count: int) -> Work:
     return lambda i: F.linear(x, weights[i % len(weights)].data)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=num_threads())
     parser.add_argument("--rows", type=lambda text: [int(n) for n in text.split(",")], default=ROWS)
     parser.add_argument("--only", type=lambda text: text.split(","), default=NAMES)
     parser.add_argument("--kernels", choices=VARIANTS, help="an instruction set, else the best")
     args = parser.parse_args(arguments)
+    return exit_code("kernels", lambda: run(args), "interrupted")
+
+
+def run(args: argparse.Namespace) -> int:
     bench = KernelBench(args.threads, [args.kernels] if args.kernels else usable_variants())
     print(f"{bench.native.name}, {args.threads} thread{'s' * (args.threads > 1)}, matrices {WIDTH} x {HIDDEN}")
     print(f"plain read of memory: {bench.measure_read():.1f} GB/s\n")
@@ -156,7 +164,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             bench.print_experts(name)
     reads = sorted(bench.reads)
     print(f"\nplain read of memory: {statistics.median(reads):.1f} GB/s, from {reads[0]:.1f} to {reads[-1]:.1f}")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

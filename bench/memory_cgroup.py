@@ -2,12 +2,12 @@
 
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from machine.console import say
 from machine.memory import cgroup_folders
 
 MOVE = ("sh", "-c", 'echo $$ > "$0/cgroup.procs" && exec "$@"')  # a cgroup, and the command to run in it
@@ -57,4 +57,4 @@ def remove_cgroup(group: Path) -> None:
             return group.rmdir()
         except OSError:
             time.sleep(0.1)
-    print(f"streaming: {group}: cannot be removed; remove it with rmdir", file=sys.stderr)
+    say(f"streaming: {group}: cannot be removed; remove it with rmdir")

@@ -9,6 +9,9 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import machine.interpreter  # noqa: F401 - first: what is missing is said in one line
+
+# isort: split
 import load.model
 from colibri import main
 from experts.cache import ExpertCache, ExpertRequest

@@ -33,7 +33,6 @@ import json
 import random
 import statistics
 import sys
-import tempfile
 import threading
 import time
 from collections import Counter
@@ -42,11 +41,15 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import machine.interpreter  # noqa: F401 - first: what is missing is said in one line
+
+# isort: split
 from bench.synthetic import make_snapshot
 from generate.request import Event, Finished, NewToken, Request
 from generate.scheduler import Scheduler
 from load.model import load_model, open_snapshot
 from machine.exit import exit_code
+from machine.files import temporary_folder
 from settings import EMBEDDED_SNAPSHOT, Settings
 
 ROUTING = "--routing trace --prompt 64 --tokens 512 --report-tokens 0"
@@ -270,8 +273,8 @@ def run_all(args: argparse.Namespace) -> int:
         return 0
     regimes = {"disk": {"RAM_GB": "6", "READ_MODE": "direct"}, "memory": {"RAM_GB": "9"}}
     for name in ("small",) if args.small else regimes:
-        with tempfile.TemporaryDirectory() as work:
-            folder = Path(work, name)
+        with temporary_folder() as work:
+            folder = work / name
             make_snapshot(folder, SNAPSHOTS[name])
             if args.small:
                 run("a quarter in memory", snapshot_settings(folder, {"READ_MODE": "direct"}, 16), args)

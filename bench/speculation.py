@@ -33,18 +33,22 @@ of colibri.py. About 4 minutes of one core.
 import argparse
 import csv
 import sys
-import tempfile
 import time
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import machine.interpreter  # noqa: F401 - first: what is missing is said in one line
+
+# isort: split
 from bench.speculation_price import DRAFT_TOKEN, DRIVE, EXPERT, FORWARD, MEMORY, ROW
 from bench.speculation_run import Job, run_arm
 from bench.synthetic import make_snapshot
 from errors import Refused
+from machine.console import say
 from machine.exit import exit_code
+from machine.files import temporary_folder
 from settings import EMBEDDED_SNAPSHOT
 from snapshot.config_file import read_config
 from snapshot.reader import read_json_object
@@ -174,8 +178,8 @@ def run_models(num_tokens: int) -> list[Line]:
     jobs = tiny_jobs(num_tokens)
     for regime in REGIMES:
         lines += run_tables("tiny", EMBEDDED_SNAPSHOT, regime, jobs, (None,))
-    with tempfile.TemporaryDirectory() as work:
-        folder = Path(work, "small")
+    with temporary_folder() as work:
+        folder = work / "small"
         total = (1 + NUM_SMALL_TEXTS) * (SMALL_PROMPT + num_tokens)
         make_snapshot(folder, f"small --layers 6 --moe-width 256 --prompt 2 --report-tokens 0 --tokens {total}")
         jobs = small_jobs(folder, num_tokens)
@@ -193,7 +197,7 @@ def run(args: argparse.Namespace) -> int:
         try:
             lines = run_models(args.tokens)
         except TokensDiffer as error:
-            print(f"speculation: WRONG TOKENS: {error}", file=sys.stderr)
+            say(f"speculation: WRONG TOKENS: {error}")
             return 1
         writer = csv.DictWriter(file, COLUMNS)
         writer.writeheader()

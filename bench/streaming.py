@@ -49,20 +49,24 @@ import os
 import random
 import subprocess
 import sys
-import tempfile
 import time
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import machine.interpreter  # noqa: F401 - first: what is missing is said in one line
+
+# isort: split
 from bench.memory_cgroup import MOVE, memory_cgroup
 from bench.peaks import measure_drives
 from bench.streaming_table import COLUMNS, REFERENCE, Row, format_cell, print_tables, streaming_row
 from errors import Refused
 from experts.disk import ExpertDisk
 from experts.route_trace import read_trace
+from machine.console import say
 from machine.exit import exit_code
+from machine.files import temporary_folder
 from scripts.options import number_from, whole_from
 from settings import EMBEDDED_SNAPSHOT, VARIABLES, Settings
 from snapshot.config_file import read_config
@@ -176,11 +180,9 @@ class StreamingBench:
         row |= streaming_row(numbers, (before + self.speed) / 2, needed)
         self.rows.append(row)
         self.writer.writerow({name: format_cell(value) for name, value in row.items()})
-        print(
+        say(
             f"[{self.routing} {kind} {arm} {turn + 1}] {row['tok_s']:.2f} tok/s | U {row['u']:.2f} | plain reads "
-            f"{before:.2f}, {self.speed:.2f} GB/s",
-            file=sys.stderr,
-            flush=True,
+            f"{before:.2f}, {self.speed:.2f} GB/s"
         )
 
     def needed_bytes(self, trace: Path) -> int:
@@ -205,11 +207,11 @@ def run_benches(args: argparse.Namespace, group: Path | None, limit: str, writer
     snap = Settings.read([]).snap
     rows: list[Row] = []
     for routing in ("uniform", "trace") if snap == str(EMBEDDED_SNAPSHOT) else ("own",):
-        with tempfile.TemporaryDirectory() as work:
-            folder = Path(work, "glm") if routing != "own" else Path(snap)
+        with temporary_folder() as work:
+            folder = work / "glm" if routing != "own" else Path(snap)
             if routing != "own":
                 make_snapshot(folder, routing)
-            bench = StreamingBench(args, group, limit, writer, folder, routing, Path(work))
+            bench = StreamingBench(args, group, limit, writer, folder, routing, work)
             try:
                 bench.decode()
                 if "prefill" in KINDS[routing]:

@@ -11,6 +11,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import machine.interpreter  # noqa: F401 - first: what is missing is said in one line
+
+# isort: split
+from machine.console import say
+from machine.exit import exit_code
+
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENT = ROOT / "docs" / "house.md"
 SUFFIXES = (".py", ".c", ".h")
@@ -86,6 +93,11 @@ def table() -> str:
     return "\n".join(lines)
 
 
-if __name__ == "__main__":
+def main() -> int:
     DOCUMENT.write_text(table(), encoding="utf-8")
-    print(f"{DOCUMENT} is written", file=sys.stderr)
+    say(f"{DOCUMENT} is written")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code("house_table", main))

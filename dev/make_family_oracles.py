@@ -11,19 +11,24 @@ embeddings changes.
 
 import json
 import sys
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import machine.interpreter  # noqa: F401 - first: what is missing is said in one line
+
+# isort: split
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from dev.make_reference import compute_reference, load_model
+from machine.exit import exit_code
+from machine.files import temporary_folder
+
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-from dev.make_reference import compute_reference, load_model  # noqa: E402
 
 LENGTH, PROMPT, CONTINUATION = 48, 12, 24
 SHOWN = (0, 1, 5, 17, 30, 47)  # positions whose routing goes into ref.json
@@ -81,9 +86,9 @@ def write_model(out: Path, config: dict, seed: int) -> None:
     gen, state = torch.Generator().manual_seed(seed), model.state_dict()
     for name in sorted(state):
         state[name].copy_(random_tensor(name, state[name].shape, gen))
-    with tempfile.TemporaryDirectory() as folder:
+    with temporary_folder() as folder:
         model.save_pretrained(folder)  # splits the experts
-        tensors = load_file(Path(folder) / "model.safetensors")
+        tensors = load_file(folder / "model.safetensors")
     tensors = {name: t if "correction_bias" in name else t.bfloat16() for name, t in tensors.items()}
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
 
@@ -184,8 +189,13 @@ def make(name: str, seed: int) -> None:
     print(f"{name}: logits of size {teacher['logits'].std():.2f}, smallest margin of the continuation {margin:.3f}")
 
 
-if __name__ == "__main__":
+def main() -> int:
     transformers.utils.logging.disable_progress_bar()
     for number, each in enumerate(CONFIGS):
         if each in (sys.argv[1:] or CONFIGS):
             make(each, 201 + number)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code("make_family_oracles", main))

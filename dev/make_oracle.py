@@ -12,12 +12,15 @@ end each mistake is made on purpose, and what it changes is printed and stored i
 import copy
 import json
 import sys
-import tempfile
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import machine.interpreter  # noqa: F401 - first: what is missing is said in one line
+
+# isort: split
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
@@ -25,9 +28,11 @@ from torch import Tensor
 from transformers import GlmMoeDsaConfig, GlmMoeDsaForCausalLM
 from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import apply_rotary_pos_emb_interleave
 
+from dev.make_reference import compute_reference, load_model
+from machine.exit import exit_code
+from machine.files import temporary_folder
+
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-from dev.make_reference import compute_reference, load_model  # noqa: E402
 
 SEED = 7
 LENGTH, PROMPT, CONTINUATION = 48, 12, 24
@@ -102,9 +107,9 @@ def write_model(out: Path) -> None:
     state = model.state_dict()
     for name in sorted(state.keys() - {"lm_head.weight"}):  # which is embed_tokens
         state[name].copy_(random_tensor(name, state[name].shape, gen))
-    with tempfile.TemporaryDirectory() as folder:
+    with temporary_folder() as folder:
         model.save_pretrained(folder)  # splits the experts, drops lm_head
-        tensors = load_file(Path(folder) / "model.safetensors")
+        tensors = load_file(folder / "model.safetensors")
     tensors = {name: t if "correction_bias" in name else t.bfloat16() for name, t in tensors.items()}
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
 
@@ -277,4 +282,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code("make_oracle", main))

@@ -15,10 +15,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import machine.interpreter  # noqa: F401 - first: what is missing is said in one line
+
+# isort: split
 import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.utils import logging
+
+from machine.console import say
+from machine.exit import exit_code
 
 PREFIX = ("[gMASK]", "<sop>")
 
@@ -101,7 +108,7 @@ def main() -> int:
     try:
         reference, margin = compute_reference(load_model(args.snapshot), prompt_ids, args.tokens)
     except ValueError as error:
-        print(error, file=sys.stderr)
+        say(str(error))
         return 1
     path = args.snapshot / "ref_glm.json"
     path.write_text(json.dumps(reference) + "\n")
@@ -111,4 +118,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code("make_reference", main))

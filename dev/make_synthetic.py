@@ -26,9 +26,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import machine.interpreter  # noqa: F401 - first: what is missing is said in one line
+
+# isort: split
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from dev.synthetic.fill import Filler, Formats
 from dev.synthetic.report import print_report
 from dev.synthetic.shapes import DEFAULTS, make_config
@@ -37,6 +40,7 @@ from dev.synthetic.tensors import Groups, model_groups
 from dev.synthetic.text import topic_ids, uniform_ids
 from errors import Refused
 from kernels.formats import FORMATS, MXFP4
+from machine.exit import exit_code
 from scripts.container import Shard
 from snapshot.config_fields import ConfigFields
 from snapshot.config_file import parse_model_config
@@ -127,21 +131,19 @@ def write_snapshot(args: argparse.Namespace, config: dict[str, Any]) -> tuple[in
 
 def main(arguments: list[str] | None = None) -> int:
     args = make_parser().parse_args(arguments)
-    try:
-        total, seconds = write_snapshot(args, fill_in(args))
+
+    def run() -> int:
+        try:
+            total, seconds = write_snapshot(args, fill_in(args))
+        except OSError as error:
+            what = f"{error.filename or args.out}: {error.strerror or error}"
+            raise Refused(what + unfinished(args.out)) from None
         print(f"{args.out}: {total / 1e9:.2f} GB in {seconds:.1f} s, {total / seconds / 1e9:.2f} GB/s")
         if args.report_tokens and args.layers > 1:
             print_report(args.out, args.report_tokens)
         return 0
-    except Refused as error:
-        print(f"make_synthetic: {error}", file=sys.stderr)
-    except OSError as error:
-        what = error.strerror or error
-        print(f"make_synthetic: {error.filename or args.out}: {what}{unfinished(args.out)}", file=sys.stderr)
-    except KeyboardInterrupt:
-        print(f"\nmake_synthetic: interrupted{unfinished(args.out)}", file=sys.stderr)
-        return 130
-    return 2
+
+    return exit_code("make_synthetic", run, lambda: f"interrupted{unfinished(args.out)}")
 
 
 def unfinished(folder: Path) -> str:

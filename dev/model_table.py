@@ -12,6 +12,10 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import machine.interpreter  # noqa: F401 - first: what is missing is said in one line
+
+# isort: split
+from machine.exit import exit_code
 
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "models.md"
 NOTES = {  # fixture -> its models
@@ -102,5 +106,10 @@ def table() -> str:
     return HEAD + "".join(lines)
 
 
-if __name__ == "__main__":
+def main() -> int:
     DOCUMENT.write_text(table(), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(exit_code("model_table", main))

@@ -28,7 +28,6 @@ import argparse
 import json
 import math
 import sys
-import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext, redirect_stderr
 from dataclasses import dataclass, field
@@ -36,10 +35,13 @@ from io import StringIO
 from pathlib import Path
 from unittest.mock import patch
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import machine.interpreter  # noqa: F401 - first: what is missing is said in one line
+
+# isort: split
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import scripts.conversion
 from dev.quality_tables import Line, print_tables
 from dev.tiny.texts import WHERE, load_folder
@@ -49,7 +51,10 @@ from forward.kv_cache import KV_DTYPES, kv_cache_bytes, make_kv_cache
 from forward.step import step_all
 from kernels.formats import FORMATS, GROUP, INTEGERS
 from load.model import LoadedModel, load_model
+from machine import console
+from machine.exit import exit_code
 from machine.fields import TextFieldReader
+from machine.files import temporary_folder
 from scripts.conversion import Conversion, ConversionOptions, ConvertedMatrix
 from scripts.convert import compare_item, convert
 from settings import EMBEDDED_SNAPSHOT, Settings
@@ -224,7 +229,7 @@ def measure(
 ) -> list[Line]:
     """-> the lines of the tables. sequences: of ids. say: prints progress."""
     with ExitStack() as stack:
-        temporary = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        temporary = stack.enter_context(temporary_folder())
         lines: list[Line] = []
         runs: list[tuple[QualityRun, QualityRun | None]] = []  # with exact activations, with quantized ones
         for i, (name, options) in enumerate({AS_STORED: ConversionOptions(16, 16, 16, 16), **formats}.items()):
@@ -274,7 +279,7 @@ def add_shares(lines: list[Line]) -> None:
 
 
 def say(line: str) -> None:
-    print(f"[quality] {line}", file=sys.stderr, flush=True)
+    console.say(f"[quality] {line}")
 
 
 def main(arguments: list[str]) -> int:
@@ -289,16 +294,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--experts-alone", action="store_true", help=alone)
     parser.add_argument("--json", action="store_true", help="every number, at full precision")
     args = parser.parse_args(arguments)
-    try:
-        return run(args)
-    except Refused as error:
-        print(f"quality: {error}", file=sys.stderr)
-    except OSError as error:
-        print(f"quality: {error.filename or args.snapshot}: {error.strerror}", file=sys.stderr)
-    except KeyboardInterrupt:
-        print("\nquality: interrupted", file=sys.stderr)
-        return 130
-    return 2
+    return exit_code("quality", lambda: run(args), "interrupted")
 
 
 def run(args: argparse.Namespace) -> int:

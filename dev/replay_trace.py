@@ -35,10 +35,14 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import machine.interpreter  # noqa: F401 - first: what is missing is said in one line
+
+# isort: split
 from bench.reference_tier import LruPolicy
 from errors import Refused
 from experts.policy import EvictionPolicy, ExpertKey
 from experts.route_trace import Event, read_trace
+from machine.console import say
 from machine.exit import exit_code
 
 HALVED_EVERY = 500  # tokens
@@ -214,7 +218,7 @@ def replay(trace: Trace, budgets: list[Fraction]) -> list[Result]:
                 if number >= trace.counted_from:
                     hits[phases[number]] += count
             results += [Result(name, budget, slots, p, hits[p], requests[p]) for p in PHASES if requests[p]]
-        print(f"[replay] {name} done", file=sys.stderr)
+        say(f"[replay] {name} done")
     return results
 
 

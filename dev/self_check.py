@@ -19,6 +19,9 @@ from pathlib import Path
 from typing import TypeVar
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import machine.interpreter  # noqa: F401 - first: what is missing is said in one line
+
+# isort: split
 from errors import Refused
 from forward.kv_cache import make_kv_cache
 from generate.decode import spec_decode

@@ -21,7 +21,6 @@ import argparse
 import random
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Generator
@@ -29,9 +28,12 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import machine.interpreter  # noqa: F401 - first: what is missing is said in one line
+
+# isort: split
 import psutil
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from errors import Refused
 from forward.finite import NonFinite
 from forward.kv_cache import make_kv_cache
@@ -41,6 +43,7 @@ from generate.score import ScoreRequest, score_requests
 from load.model import LoadedModel, load_model, open_snapshot
 from machine.console import say
 from machine.exit import exit_code
+from machine.files import temporary_folder
 from machine.memory import rss_bytes
 from modes.run import announce
 from scripts.options import number_from
@@ -306,12 +309,12 @@ def soak_with(args: argparse.Namespace) -> int:
         if args.snap:
             verdict = soak_folder(args, args.snap)
         else:
-            with tempfile.TemporaryDirectory() as folder:
+            with temporary_folder() as folder:
                 script = [sys.executable, str(SYNTHETIC), "small", f"{folder}/small", "--report-tokens", "0"]
                 made = subprocess.run([*script, "--moe-width", "1024", "--format", "bf16"], stdout=sys.stderr)
                 if made.returncode:
                     return made.returncode
-                verdict = soak_folder(args, Path(folder, "small"))
+                verdict = soak_folder(args, folder / "small")
         print(f"soak: passed | {verdict}")
         return 0
     except (SoakFailure, AssertionError, NonFinite) as error:

@@ -18,14 +18,18 @@ from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import machine.interpreter  # noqa: F401 - first: what is missing is said in one line
+
+# isort: split
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from dev.tiny.model import TinyGlm
 from dev.tiny.texts import load_documents
 from dev.tiny.tokenizer import save_tokenizer, train_tokenizer
+from machine.exit import exit_code
 
 SHORT, LONG = 256, 1024  # sequence lengths: most of the time short and dense, the last part long with DSA at work
 LONG_FROM = 0.75  # share of the time after which the sequences are long
@@ -285,7 +289,8 @@ def main():
         mtp_agreement=round(agreement, 4),
     )
     log(json.dumps(numbers))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(exit_code("train_tiny", main))

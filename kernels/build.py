@@ -48,13 +48,19 @@ VARIANTS = {
 COMPILERS = ("cc", "gcc", "clang")
 SANITIZE = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer", "-g", "-O1")
 COMPILE_SECONDS = 300
+MIN_FREE_BYTES = 16_000_000  # objects and library take some MB
+FULL = ("No space left on device", "Disk quota exceeded")
 
 
 class BuildError(Exception):
     """No library could be made; the reason in one line."""
 
 
-class NoCompiler(BuildError):
+class CannotBuild(BuildError):
+    """Nor for any other instruction set."""
+
+
+class NoCompiler(CannotBuild):
     """There is no C compiler on this machine."""
 
 
@@ -88,7 +94,7 @@ def find_library(
     folder: Path, variant: str, compiler: Sequence[str] | None = None, extra: tuple[str, ...] = ()
 ) -> Path:
     """The library for an instruction set in `folder`, compiled if it is not there; raises BuildError."""
-    check_private(folder)
+    check_folder(folder)
     problems: list[str] = []
     for command in [compiler] if compiler else compilers():
         version = compiler_version(command)
@@ -97,6 +103,7 @@ def find_library(
         path = folder / f"kernels-{variant}-{source_hash(command, version, variant, extra)}.so"
         if path.exists():
             return path
+        check_space(folder)
         with locked(folder):  # a second process waits for the first, and finds the library that it made
             if path.exists() or compile_into(path, command, variant, extra, problems):
                 return path
@@ -125,6 +132,8 @@ def compile_into(path: Path, command: Sequence[str], variant: str, extra: tuple[
             os.replace(f"{folder}/linked", path)
             return True
         except (OSError, subprocess.SubprocessError, BuildError) as error:
+            if any(words in str(error) for words in FULL):  # of compiler, assembler or linker, whatever they blame
+                raise CannotBuild(f"{path.parent}, or the temporary folder: {error}") from None
             problems.append(f"{' '.join(command)} failed: {error}")
     return False
 
@@ -161,15 +170,25 @@ def source_hash(command: Sequence[str], version: str, variant: str, extra: tuple
     return digest.hexdigest()[:20]
 
 
-def check_private(folder: Path) -> None:
-    """Create the folder; raise BuildError if another user owns it or may write to it."""
+def check_space(folder: Path) -> None:
+    """Raise CannotBuild, rather than a linker minutes later, if the disk of the folder is full."""
+    free = shutil.disk_usage(folder).free
+    if free < MIN_FREE_BYTES:
+        need = f"{MIN_FREE_BYTES / 1e6:.0f} MB are needed to compile"
+        raise CannotBuild(f"{folder}: its disk has {free / 1e6:.1f} MB free, {need}; free some, or set XDG_CACHE_HOME")
+
+
+def check_folder(folder: Path) -> None:
+    """Create the folder; raise CannotBuild if another user owns it or may write to it, or no library in it can run."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         state = folder.stat()
     except OSError as error:
-        raise BuildError(f"{folder}: {error.strerror}") from None
+        raise CannotBuild(f"{folder}: {error.strerror}") from None
+    if os.statvfs(folder).f_flag & getattr(os, "ST_NOEXEC", 0):
+        raise CannotBuild(f"{folder}: is on a disk from which nothing may run (noexec); set XDG_CACHE_HOME to another")
     if state.st_uid != os.getuid() or state.st_mode & 0o022:
-        raise BuildError(f"{folder}: must be writable by you alone (chmod go-w, or set XDG_CACHE_HOME)")
+        raise CannotBuild(f"{folder}: must be writable by you alone (chmod go-w, or set XDG_CACHE_HOME)")
 
 
 @contextmanager

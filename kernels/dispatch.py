@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from kernels import reference
-from kernels.build import VARIANTS, BuildError, NoCompiler, find_library, usable_variants
+from kernels.build import VARIANTS, BuildError, CannotBuild, NoCompiler, find_library, usable_variants
 from kernels.native import Native
 
 Operation = TypeVar("Operation", bound=Callable[..., Any])
@@ -64,7 +64,7 @@ def open_library(variants: list[str], folder: Path) -> tuple[Native, Exception |
             return opened[path], problem
         except (BuildError, OSError) as error:
             problem = problem or error
-            if isinstance(error, NoCompiler):
+            if isinstance(error, CannotBuild):
                 break
     raise problem or NoCompiler("no instruction set to compile for")
 

@@ -1,12 +1,15 @@
 """exit_code: run a program to its exit code, with one line on stderr for an error that ends it."""
 
 import io
+import math
 import os
 import signal
 import sys
 import threading
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 from errors import Refused, reason
@@ -17,34 +20,50 @@ SIGNALS = (signal.SIGTERM, signal.SIGHUP)  # the terminal is closed: handled ali
 NO_MEMORY = ("can't allocate memory", "not enough memory", "Cannot allocate memory")  # of torch's allocators
 
 
+SAME_SECONDS = 1.0
+HELD = (signal.SIGINT, *SIGNALS)
+
+
 class Terminated(KeyboardInterrupt):
     """SIGTERM or SIGHUP, handled as Ctrl-C is."""
 
     number = signal.SIGTERM
 
 
-def terminate(number: int, frame: FrameType | None) -> None:
-    error = Terminated()
-    error.number = signal.Signals(number)
-    raise error
+class Terminator:
+    """The handler that raises Terminated. `timeout` sends its signal twice at once: the second must not end what the
+    first made the program tidy up."""
+
+    def __init__(self) -> None:
+        self.last = -math.inf
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        before, self.last = self.last, time.monotonic()
+        if self.last - before > SAME_SECONDS:
+            error = Terminated()
+            error.number = signal.Signals(number)
+            raise error
 
 
-def exit_code(program: str, work: Callable[[], int], interrupted: str = "") -> int:
+def exit_code(program: str, work: Callable[[], int], interrupted: str | Callable[[], str] = "") -> int:
     """-> the exit code of `work`, or that of the error that ended it, with a line on stderr that `program` begins;
-    an interrupt has one where `interrupted` gives it. No exception leaves it but SystemExit."""
+    an interrupt has one where `interrupted` is or gives it. No exception leaves it but SystemExit."""
     try:
         open_streams()
         threading.excepthook = say_thread_error
+        terminator = Terminator()
         for number in SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup sets it
-                signal.signal(number, terminate)
-        code = work()
+                signal.signal(number, terminator)
+        result = work()
         sys.stdout.flush()  # here a failure can still be reported
-        return code
+        return result
     except BaseException as error:
         if isinstance(error, SystemExit):
             raise
-        code, line = explain(error, interrupted)
+        code, line = explain(error)
+        if isinstance(error, KeyboardInterrupt):
+            line = interrupted if isinstance(interrupted, str) else interrupted()
         if isinstance(error, KeyboardInterrupt) and not isinstance(error, Terminated) and is_terminal(sys.stderr):
             leave_line_open()  # the terminal shows ^C
         if line:
@@ -55,13 +74,30 @@ def exit_code(program: str, work: Callable[[], int], interrupted: str = "") -> i
         flush_stdout()
 
 
-def explain(error: BaseException, interrupted: str) -> tuple[int, str]:
+@contextmanager
+def hold_signals() -> Iterator[None]:
+    """Hold Ctrl-C and the signals that end a program until the block, which tidies up, is done."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    held: list[int] = []
+    before = {number: signal.signal(number, lambda number, frame: held.append(number)) for number in HELD}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+    if held:
+        signal.raise_signal(held[0])
+
+
+def explain(error: BaseException) -> tuple[int, str]:
     """-> (exit code, the line that says why; empty: none)."""
     match error:
         case Refused():
             return 2, str(error)
         case KeyboardInterrupt():
-            return 128 + (error.number if isinstance(error, Terminated) else signal.SIGINT), interrupted
+            return 128 + (error.number if isinstance(error, Terminated) else signal.SIGINT), ""
         case BrokenPipeError() if not error.filename:
             return 141, ""
         case OSError():  # a folder without permission, a name too long, a full disk

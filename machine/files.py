@@ -1,11 +1,14 @@
-"""Atomic file writes: a temporary file beside the target takes the target's name once it is complete."""
+"""Atomic file writes (a temporary file takes the target's name once it is complete), and temporary folders."""
 
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
+
+from machine.exit import hold_signals
 
 PARTIAL = ".partial"  # suffix of a file that is not complete
 
@@ -32,6 +35,17 @@ def atomic_write(path: Path, sync: bool = False, keep_partial: bool = False) -> 
         if not keep_partial:
             Path(partial).unlink(missing_ok=True)
         raise
+
+
+@contextmanager
+def temporary_folder(prefix: str = "colibri-", parent: Path | None = None) -> Iterator[Path]:
+    """A folder that is removed with all in it, whatever ends the block: it may hold gigabytes."""
+    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+    try:
+        yield folder
+    finally:
+        with hold_signals():
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def save_text(path: Path, text: str) -> None:

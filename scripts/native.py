@@ -1,15 +1,26 @@
 """Compile the C kernels for every instruction set of this machine: `make native`. Else the first run compiles them."""
 
+import argparse
 import sys
 import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import machine.interpreter  # noqa: F401 - first: what is missing is said in one line
+
+# isort: split
 from kernels.build import BuildError, find_library, usable_variants
+from machine.console import say
+from machine.exit import exit_code
+from scripts.options import OneLineParser
 from settings import Settings
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
+    return exit_code("native", lambda: compile_all(OneLineParser(description=__doc__).parse_args(arguments)))
+
+
+def compile_all(_: argparse.Namespace) -> int:
     folder = Settings.read([]).cache / "kernels"
     made = 0
     for name in usable_variants():
@@ -17,7 +28,7 @@ def main() -> int:
         try:
             path = find_library(folder, name)
         except BuildError as error:
-            print(f"native: {name}: {error}", file=sys.stderr)  # older compilers lack the newest ones
+            say(f"native: {name}: {error}")  # older compilers lack the newest ones
             continue
         made += 1
         print(f"{name:12}{path}  ({time.monotonic() - started:.1f} s)")

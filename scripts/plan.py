@@ -13,8 +13,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from errors import Refused
+import machine.interpreter  # noqa: F401 - first: what is missing is said in one line
+
+# isort: split
 from load.model import open_snapshot
+from machine.exit import exit_code
 from settings import Settings
 
 
@@ -25,12 +28,12 @@ def main(arguments: Sequence[str]) -> int:
     if {"-h", "--help"} & set(arguments):
         print(__doc__)
         return 0
-    try:
-        settings = Settings.read(positional, snap=folder)
-        opened = open_snapshot(settings, anywhere=True)
-    except Refused as error:
-        print(f"plan: {error}", file=sys.stderr)
-        return 2
+    return exit_code("plan", lambda: print_plan(positional, folder, as_json))
+
+
+def print_plan(positional: list[str], folder: str | None, as_json: bool) -> int:
+    settings = Settings.read(positional, snap=folder)
+    opened = open_snapshot(settings, anywhere=True)
     notices = [*settings.notices, *opened.notices]
     if as_json:
         print(json.dumps(opened.plan.as_json() | {"lossy": list(opened.lossy.values()), "notices": notices}, indent=1))

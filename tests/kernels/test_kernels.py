@@ -413,6 +413,42 @@ def test_a_compiler_that_fails_is_named(monkeypatch, tmp_path):
     assert not list((tmp_path / "k").glob("*.so")) and not list((tmp_path / "k").glob("*.partial"))
 
 
+FULL_DISK = {  # what the C compiler's parts say of it
+    "ld": "/usr/bin/ld: final link failed: No space left on device",
+    "as": "/tmp/ccdLJFHo.s: Fatal error: can't write 12 bytes: No space left on device",
+    "clang": "error: unable to open output file '0.c.o': 'Disk quota exceeded'",
+}
+
+
+@pytest.mark.parametrize("blames", FULL_DISK)
+def test_a_full_disk_is_said_once_and_of_the_folder(tmp_path, monkeypatch, blames):
+    """The linker was blamed, after every instruction set had been compiled by every compiler, for minutes."""
+    compiler = tmp_path / "cc"
+    compiler.write_text(
+        f'#!/bin/sh\n[ "$1" = --version ] && echo 1 && exit 0\necho >> {tmp_path}/runs\n'
+        f'echo "{FULL_DISK[blames]}" >&2\nexit 1\n'
+    )
+    compiler.chmod(0o755)
+    monkeypatch.setattr("kernels.build.compilers", lambda: [[str(compiler)]] * 3)
+    monkeypatch.setattr("kernels.dispatch.usable_variants", lambda: ["avx2", "portable"])
+    line = dispatch.start(None, tmp_path / "k")
+    assert line.startswith(f"[kernels] plain torch, which is slow: {tmp_path / 'k'}, or the temporary folder: ")
+    assert len((tmp_path / "runs").read_text().splitlines()) <= len(UNITS)
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: type("Usage", (), {"free": 1_500_000}))
+    (tmp_path / "runs").unlink()
+    line = dispatch.start(None, tmp_path / "k")
+    assert "its disk has 1.5 MB free, 16 MB are needed to compile; free some, or set XDG_CACHE_HOME" in line
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_folder_from_which_nothing_may_run_is_refused(tmp_path, monkeypatch):
+    """Every instruction set was compiled into it, for a minute, and none could be loaded."""
+    state = os.statvfs(tmp_path)
+    flags = state.f_flag | os.ST_NOEXEC
+    monkeypatch.setattr("os.statvfs", lambda path: type("State", (), {"f_flag": flags}))
+    assert "nothing may run (noexec)" in dispatch.start(None, tmp_path / "k")
+
+
 def test_the_next_instruction_set_where_the_best_does_not_compile(kernels, monkeypatch, tmp_path):
     names, asked = list(kernels), []
 
