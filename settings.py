@@ -9,6 +9,7 @@ import re
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -159,22 +160,21 @@ class Environ(TextFieldReader):
             return Path(value, "colibri.py")
         if value:
             self.ignore(name, "is no absolute path")
-        try:
+        home = Path("/.cache")
+        with suppress(RuntimeError, OSError):  # no HOME and a user id without an entry; folders that cannot be entered
             home = Path.home() / ".cache"
             if os.access(next(path for path in (home, *home.parents) if path.exists()), os.W_OK | os.X_OK):
                 return home / "colibri.py"
-        except (RuntimeError, OSError):  # no HOME, and a user id without an entry; folders that cannot be entered
-            pass
-        try:
+        with suppress(OSError):  # nowhere a file can be written
             folder = Path(tempfile.gettempdir(), f"colibri.py-{os.getuid()}")
-        except OSError:  # nowhere a file can be written
-            folder = Path("/nonexistent")
-        self.notices.append(f"[env] no home folder that can be written: {folder} takes its place; set {name}")
-        return folder
+            if folder.parent != Path.cwd():
+                self.notices.append(f"[env] no home folder can be written: {folder} takes its place; set {name}")
+                return folder
+        return home / "colibri.py"
 
     def is_dumb(self, name: str) -> bool:
         """True for a terminal that cannot move its cursor."""
-        return self.find(name) in (None, "dumb")
+        return self.path(name) in (None, "dumb")
 
     def present(self, name: str) -> bool:
         return name in self.values

@@ -17,8 +17,11 @@ UNLIMITED = 1 << 60  # cgroup v1 writes "no limit" as a number near 2^63
 
 
 def rss_bytes() -> int:
-    """Resident set size of this process."""
-    return psutil.Process().memory_info().rss
+    """Resident set size of this process; its peak where there is no /proc."""
+    try:
+        return int(psutil.Process().memory_info().rss)
+    except (psutil.Error, OSError):
+        return peak_rss_bytes()
 
 
 def peak_rss_bytes() -> int:
