@@ -155,6 +155,8 @@ class DriveLearner:
         self.block_seconds = 0.0
         self.level_bytes = self.level_seconds = 0.0  # of the windows in the present setting, decayed
         self.last_speed = 0.0  # of the last of them
+        self.cached_bytes = 0  # from the page cache since then
+        self.level_cached = 0.0  # decayed like level_bytes
         self.window = self.plain_window()
 
     # --- reads --------------------------------------------------------------------------------------------------------
@@ -209,6 +211,7 @@ class DriveLearner:
         """Bytes were read that lay in the page cache."""
         with self.lock:
             self.counters.cached_bytes += num_bytes
+            self.cached_bytes += num_bytes
 
     def count_load(self, now: float, change: int) -> None:
         self.load += self.in_flight * (now - self.clock)
@@ -233,30 +236,28 @@ class DriveLearner:
         return self.plain_window()
 
     def trial_window(self) -> Window | None:
-        """A trial of the most promising setting; None if none is, or not enough has been read for a trial."""
-        depth = max(self.setting[1], min(DEPTHS[-1], 2 * self.setting[1]))
-        most_reads = 2 * depth + self.window_reads(depth)
-        needed = (self.num_trial_reads + most_reads) / TRIAL_SHARE
-        needed_bytes = (self.counters.trial_bytes + most_reads * self.max_bytes) / TRIAL_SHARE
-        if self.num_started < needed or self.counters.num_bytes < needed_bytes:
-            return None
-        self.next_occasion = self.num_started + round(most_reads / TRIAL_SHARE)
+        """A trial of the most promising setting; None if none is, or not enough has been read for it."""
         setting = self.most_promising()
+        margin = max(setting[1] if setting else 0, self.setting[1])
+        measured = self.window_reads(margin)
+        num_reads = self.num_trial_reads + measured + 2 * margin
+        num_bytes = self.counters.trial_bytes + (measured + 2 * margin) * self.max_bytes
+        if self.num_started < num_reads / TRIAL_SHARE or self.counters.num_bytes < num_bytes / TRIAL_SHARE:
+            return None
+        self.next_occasion = self.num_started + round((measured + 2 * margin) / TRIAL_SHARE)
         self.peak_in_flight = self.in_flight
+        self.prior_factor *= FORGET
+        for evidence in self.evidence.values():
+            evidence.decay()
         if setting is None:
             return None
-        margin = max(setting[1], self.setting[1])
-        window = Window(setting, self.window_reads(margin), margin, margin, speed_before=self.last_speed)
-        self.num_trial_reads += window.num_reads + 2 * margin
-        return window
+        self.num_trial_reads = num_reads
+        return Window(setting, measured, margin, margin, speed_before=self.last_speed)
 
     def most_promising(self) -> Setting | None:
         """The setting that may be the fastest; None if none can be faster than the present one."""
         present = self.prior.get(self.setting)
         best, bound = None, MARGIN
-        for evidence in self.evidence.values():
-            evidence.decay()
-        self.prior_factor *= FORGET
         for setting in self.alternatives():
             remembered = self.prior.get(setting)
             prior = math.log(remembered / present) if remembered and present else 0.0
@@ -285,6 +286,8 @@ class DriveLearner:
             return  # one of before a change
         self.level_bytes = LEVEL_FORGET * self.level_bytes + window.num_bytes
         self.level_seconds = LEVEL_FORGET * self.level_seconds + window.seconds
+        self.level_cached = LEVEL_FORGET * self.level_cached + self.cached_bytes
+        self.cached_bytes = 0
         self.add_to_block(window)
         trial = window.trial
         if trial and trial.speed and not trial.num_open:
@@ -304,7 +307,11 @@ class DriveLearner:
         """Compare a trial with the speed of the present setting around it; change the setting if it is clearly
         slower."""
         evidence = self.evidence.setdefault(trial.setting, Evidence())
-        evidence.add(math.log(trial.speed / speed))
+        value = math.log(trial.speed / speed)
+        if self.setting[0] == "buffered" and trial.setting[0] == "direct":
+            # Direct reads would leave nothing in the page cache, which now serves a part beside the drive.
+            value -= math.log1p(self.level_cached / self.level_bytes)
+        evidence.add(value)
         if evidence.weight >= MIN_WEIGHT and evidence.lower > MARGIN:
             # What told for the new setting tells against the old one.
             against = Evidence(evidence.weight, -evidence.total, evidence.squares)

@@ -19,7 +19,7 @@ from machine.files import save_text
 FILE = "drives.json"
 MAX_FILE_BYTES = 1_000_000
 MIN_READS = 100  # of a run, to be worth remembering
-HALF_LIFE = 7  # days: a speed that old counts half as much as a new one beside it, and another half for that
+OLD_READS, HALF_LIFE = 400, 7  # what is remembered counts as so many reads, half as many after so many days
 MAX_DEPTH = 64
 MAX_TEXT = 200  # characters of a weakness
 
@@ -52,15 +52,15 @@ Records = dict[str, DriveRecord]  # what a record holds for -> it
 def update_record(old: DriveRecord | None, learner: DriveLearner, today: date, is_free: bool) -> DriveRecord:
     """Add what a run learned. is_free: it could choose any mode.
 
-    The speed level of a run counts less beside an older one the younger that is; the run's settings keep their ratios.
-    A setting that it did not try keeps its ratio to one that it did, if possible of the same mode.
+    The speed of the run counts by its reads beside the older one; the settings that it tried keep their ratios. One
+    that it did not try keeps its ratio to one that it did, if possible of the same mode.
     """
     learned, present = learner.learned(), learner.setting
     before = old.speeds if old else {}
     factor = 1.0
     if old and not old.weakness and present in before:
-        age = max(0, (today - old.day).days)
-        factor = (before[present] / learned[present]) ** 0.5 ** (1 + age / HALF_LIFE)
+        old_reads = OLD_READS * 0.5 ** (max(0, (today - old.day).days) / HALF_LIFE)
+        factor = (before[present] / learned[present]) ** (old_reads / (old_reads + learner.counters.reads))
     speeds = {setting: speed * factor for setting, speed in learned.items()}
     known = [setting for setting in learned if setting in before]
     for setting, speed in before.items():

@@ -237,10 +237,10 @@ def test_what_a_run_learned_is_remembered(disk, measured, tmp_path):
 def test_old_speeds_weigh_less_than_new_ones():
     """Settings that a run did not try keep their ratio to the present one."""
     learner = DriveLearner(("direct", 2), ("direct", "buffered"), max_bytes=SIZE)
-    SimulatedDrive(lambda *_: 1e9).run(learner, 200)
+    SimulatedDrive(lambda *_: 1e9).run(learner, 400)
     assert learner.learned() == {("direct", 2): pytest.approx(1e9)}
     rates = ReadRate("direct", 2, 4.0), ReadRate("buffered", 4, 2.0)
-    for days, weakness, expected in ((0, "", 2.0), (7, "", 4**0.25), (700, "", 1.0), (0, "busy", 1.0)):
+    for days, weakness, expected in ((0, "", 2.0), (7, "", 4 ** (1 / 3)), (700, "", 1.0), (0, "busy", 1.0)):
         old = DriveRecord(TODAY - timedelta(days), rates, ("direct", 2), weakness)
         new = update_record(old, learner, TODAY, True)
         speeds = [pytest.approx(expected, rel=1e-6), pytest.approx(expected / 2, rel=1e-6)]

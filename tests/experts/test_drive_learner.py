@@ -107,6 +107,16 @@ def test_a_drive_that_becomes_another():
     assert learner.speed == pytest.approx(1.5 * GB, rel=0.1)
 
 
+@pytest.mark.parametrize(("cached_share", "end"), [(0.0, "direct"), (0.2, "direct"), (0.6, "buffered")])
+def test_what_the_page_cache_serves_counts_for_buffered_reads(cached_share, end):
+    """Direct reads are 1.6 times as fast, but the page cache serves a part beside the buffered ones."""
+    learner = DriveLearner(("buffered", 2), BOTH, max_bytes=SIZE)
+    drive = SimulatedDrive(of_table({"direct": (1.6,), "buffered": (1,)}))
+    cached = round(SIZE * cached_share / (1 - cached_share))
+    drive.run(learner, 10_000, lambda: learner.setting[0] == "buffered" and learner.add_cached(cached))
+    assert learner.setting[0] == end
+
+
 def test_more_reads_at_once_are_tried_only_where_there_are_any():
     """Each layer misses two experts: four at a time would be two at a time."""
     learner, _ = learn(of_table(ARRAY), ("direct", 4), 10_000, burst=(1, 2), modes=("direct",))
