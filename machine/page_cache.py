@@ -4,8 +4,11 @@ import ctypes
 import os
 import sys
 
-from machine.arena import LIBC
-
+LIBC = ctypes.PyDLL(None)  # keeps the GIL: these calls take less than a microsecond, getting it back may take more
+LIBC.mmap.restype = ctypes.c_void_p
+LIBC.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+LIBC.mincore.argtypes = [ctypes.c_size_t, ctypes.c_size_t, ctypes.c_void_p]
+LIBC.munmap.argtypes = [ctypes.c_size_t, ctypes.c_size_t]
 PROT_READ, MAP_SHARED = 1, 1
 FAILED = ctypes.c_void_p(-1).value
 NUM_SAMPLES = 4  # pages of a byte range that are looked at: the kernel drops what was read together together
@@ -25,10 +28,7 @@ class CachedPages:
         if not (status.st_uid == os.geteuid() or can_write(descriptor)):
             raise OSError("not the user's file: Linux then claims that all of it is cached")
         self.num_bytes = status.st_size
-        LIBC.mmap.restype = ctypes.c_void_p
-        self.address = LIBC.mmap(
-            None, ctypes.c_size_t(self.num_bytes), PROT_READ, MAP_SHARED, descriptor, ctypes.c_long(0)
-        )
+        self.address = LIBC.mmap(None, self.num_bytes, PROT_READ, MAP_SHARED, descriptor, 0)
         if self.address in (None, FAILED):
             raise OSError("the file system maps no files")
         self.page = os.sysconf("SC_PAGE_SIZE")
@@ -36,16 +36,16 @@ class CachedPages:
     def share(self, offset: int, num_bytes: int) -> float:
         """Share of the sampled pages of a byte range that are cached, 0 to 1. Takes some microseconds."""
         first, last = offset // self.page, (offset + max(1, num_bytes) - 1) // self.page
-        pages = {first + (last - first) * i // (NUM_SAMPLES - 1) for i in range(NUM_SAMPLES)}
-        return sum(map(self.is_cached, pages)) / len(pages)
-
-    def is_cached(self, page: int) -> bool:
-        out = ctypes.c_ubyte(0)
-        address = ctypes.c_void_p(self.address + page * self.page)
-        return LIBC.mincore(address, ctypes.c_size_t(self.page), ctypes.byref(out)) == 0 and bool(out.value & 1)
+        state = ctypes.create_string_buffer(1)
+        count = 0
+        for i in range(NUM_SAMPLES):
+            page = first + (last - first) * i // (NUM_SAMPLES - 1)
+            failed = LIBC.mincore(self.address + page * self.page, self.page, state)
+            count += not failed and state.raw[0] & 1
+        return count / NUM_SAMPLES
 
     def close(self) -> None:
-        LIBC.munmap(ctypes.c_void_p(self.address), ctypes.c_size_t(self.num_bytes))
+        LIBC.munmap(self.address, self.num_bytes)
 
 
 def can_write(descriptor: int) -> bool:
