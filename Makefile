@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export PROMPT ?= In the beginning
 
-.PHONY: help setup run smollm test test-slow lint native native-asan bench-kernels bench-decode bench-streaming bench-speculation bench-serving soak clean
+.PHONY: help setup run smollm test test-slow lint native native-asan bench-kernels bench-decode bench-streaming bench-speculation bench-serving bench-peers soak clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /  make \1\t/' | expand -t 20
@@ -63,6 +63,13 @@ bench-speculation: setup  ## speculative decoding: DRAFT=auto against fixed draf
 
 bench-serving: setup  ## continuous batching: eight clients against one: 17 GB of disk, 9 GB of memory
 	$(BIN)/python bench/serving.py
+
+bench-peers: setup  ## beside llama.cpp: LLAMA_BENCH=/path/to/llama-bench; 9 GB of disk, 8 GB of memory, an hour or more
+	@$(BIN)/python -c 'import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+	print("\n".join(p["optional-dependencies"]["peers"]))' > .venv/peers.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r .venv/peers.txt
+	$(BIN)/python bench/peers.py $(if $(LLAMA_BENCH),--llama-bench "$(LLAMA_BENCH)") \
+	$(if $(C_ENGINE),--c-engine "$(C_ENGINE)") $(PEERS_OPTIONS)
 
 soak: setup  ## mixed prompts for half an hour: checks the memory budget, leaks, and equal answers
 	$(BIN)/python dev/soak.py

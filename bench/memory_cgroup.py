@@ -3,7 +3,7 @@
 import os
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -50,6 +50,13 @@ def make_cgroup(parent: Path, limit: str, num_bytes: int) -> Path | None:
         return None
 
 
+def drop_from_page_cache(paths: Iterable[Path]) -> None:
+    for path in paths:
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())  # dirty pages would stay
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
 def remove_cgroup(group: Path) -> None:
     """Remove a cgroup, which a process that has just ended keeps busy for a moment."""
     for _ in range(50):
@@ -57,4 +64,4 @@ def remove_cgroup(group: Path) -> None:
             return group.rmdir()
         except OSError:
             time.sleep(0.1)
-    say(f"streaming: {group}: cannot be removed; remove it with rmdir")
+    say(f"{group}: cannot be removed; remove it with rmdir")

@@ -45,7 +45,6 @@ numbers steadier.
 import argparse
 import csv
 import json
-import os
 import random
 import subprocess
 import sys
@@ -58,7 +57,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import machine.interpreter  # noqa: F401 - first: what is missing is said in one line
 
 # isort: split
-from bench.memory_cgroup import MOVE, memory_cgroup
+from bench.memory_cgroup import MOVE, drop_from_page_cache, memory_cgroup
 from bench.peaks import measure_drives
 from bench.streaming_table import COLUMNS, REFERENCE, Row, format_cell, print_tables, streaming_row
 from errors import Refused
@@ -91,14 +90,6 @@ MIN_TOKENS, MAX_TOKENS = 8, 16
 
 
 # --- one run ----------------------------------------------------------------------------------------------------------
-
-
-def drop_pages(folder: Path) -> None:
-    """Drop a snapshot from the page cache."""
-    for path in own_files(folder, ".safetensors"):
-        with open(path, "rb") as file:
-            os.fsync(file.fileno())  # dirty pages would stay
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def run_colibri(group: Path | None, script: str, variables: dict[str, Any]) -> dict[str, Any]:
@@ -134,7 +125,7 @@ class StreamingBench:
         self.disk = ExpertDisk(config, family, read_index(folder), self.reader)
         if not self.disk.layouts:
             raise Refused(f"{folder}: has no routed experts, there is nothing to stream")
-        drop_pages(folder)
+        drop_from_page_cache(own_files(folder, ".safetensors"))
         self.speed = measure_drives(self.disk) / 1e9
         self.rows: list[Row] = []
         self.tokens = args.tokens or max(MIN_TOKENS, min(MAX_TOKENS, round(TOKENS_PER_GB * self.speed)))
@@ -168,7 +159,7 @@ class StreamingBench:
         trace = variables.get("ROUTE_TRACE")
         if trace:
             trace.unlink(missing_ok=True)
-        drop_pages(self.folder)
+        drop_from_page_cache(own_files(self.folder, ".safetensors"))
         script = "bench/reference_tier.py" if arm == REFERENCE else "colibri.py"
         numbers = run_colibri(self.group, script, variables)
         before, self.speed = self.speed, measure_drives(self.disk) / 1e9

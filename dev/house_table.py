@@ -46,6 +46,7 @@ FOLDERS = {  # product folders in the order of imports, lowest first; then what 
     "dev/synthetic": "Snapshots of random weights in real shapes, for make_synthetic.py.",
     "dev/tiny": "The training of models/tiny, for train_tiny.py.",
     "bench": "Benchmarks: kernels, decode, streaming, serving, speculation.",
+    "bench/side_by_side": "This engine beside llama.cpp and the C engine, for peers.py.",
     "tests": "House rules, settings, shared fixtures; each folder below tests the folder of its name.",
     "tests/support": "Helpers of tests: processes, servers, schedulers.",
 }

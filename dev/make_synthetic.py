@@ -66,6 +66,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--scales", choices=("F16", "F32"), default="F16", help="dtype of the scales of integer formats"
     )
     parser.add_argument("--routing", choices=ROUTINGS, default="trace")
+    parser.add_argument("--no-indexer", action="store_true", help="attention to every position, without DSA")
     parser.add_argument("--seed", type=int, default=1)
     return parser
 

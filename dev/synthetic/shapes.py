@@ -27,7 +27,7 @@ def make_config(name: str, args: argparse.Namespace) -> dict[str, Any]:
         if name == "glm-5.2"
         else (max(1, hidden // 64), hidden // 2, hidden // 4, 64, 32, 64, 4 * hidden, 16, 64, 1e6, 131072)
     )
-    return {
+    config = {
         "architectures": ["GlmMoeDsaForCausalLM"],
         "model_type": "glm_moe_dsa",
         "vocab_size": args.vocab,
@@ -60,3 +60,4 @@ def make_config(name: str, args: argparse.Namespace) -> dict[str, Any]:
         "eos_token_id": [0],
         "dtype": "bfloat16",
     }
+    return {key: value for key, value in config.items() if not (args.no_indexer and key.startswith("index_"))}

@@ -67,8 +67,7 @@ def model_groups(c: Config, routing: Routing, rng: np.random.Generator) -> Itera
     for layer, sizes in enumerate(layer_sizes(c, routing)):
         base = f"model.layers.{layer}"
         dense = [*norms(c, base, sizes), *attention(c, f"{base}.self_attn", sizes, routing, rng)]
-        freq, offset = c["index_topk_freq"], c["index_skip_topk_offset"]
-        if max(layer - offset + 1, 0) % freq == 0:
+        if has_indexer(c, layer):
             dense += indexer(c, f"{base}.self_attn.indexer", routing, rng)
         if layer < c["first_k_dense_replace"]:
             yield [[*dense, *mlp(f"{base}.mlp", c["intermediate_size"], c["hidden_size"], sizes.mlp)]]
@@ -79,6 +78,12 @@ def model_groups(c: Config, routing: Routing, rng: np.random.Generator) -> Itera
         "model.embed_tokens.weight", (vocab, D), "ends", spread=1.0, constant=constant_columns(D)
     )
     yield [[embedding, norm("model.norm.weight", D), matrix("lm_head.weight", vocab, D, role="ends")]]
+
+
+def has_indexer(c: Config, layer: int) -> bool:
+    """True if the layer selects positions itself; the others take the selection of a layer before, or there is none."""
+    freq = c.get("index_topk_freq")
+    return freq is not None and max(layer - c["index_skip_topk_offset"] + 1, 0) % freq == 0
 
 
 def norms(c: Config, base: str, sizes: LayerSizes) -> Iterator[SyntheticTensor]:

@@ -61,6 +61,14 @@ def test_experts_and_the_rest_in_different_formats(load, tmp_path):
     assert {str(stored.format) for stored in loaded.dense.matrices.values()} == {"bf16"}
 
 
+def test_without_an_indexer(load, tmp_path):
+    folder = make(tmp_path / "s", *SMALL, "--no-indexer")
+    assert not any(key.startswith("index_") for key in json.loads((folder / "config.json").read_text()))
+    loaded, ids = load(folder, cap=16), full_ids(folder)
+    assert not loaded.model.weights.has_indexer
+    assert step_all(loaded.model, [(ids, make_kv_cache(loaded.config, len(ids)))]).isfinite().all()
+
+
 def digest(folder):
     files = sorted(path for path in folder.iterdir())
     return [(path.name, hashlib.sha256(path.read_bytes()).hexdigest()) for path in files]
