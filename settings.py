@@ -162,7 +162,7 @@ class Environ(TextFieldReader):
             self.ignore(name, "is no absolute path")
         home = Path("/.cache")
         with suppress(RuntimeError, OSError):  # no HOME and a user id without an entry; folders that cannot be entered
-            home = Path.home() / ".cache"
+            home = Path(Path.home() if Path.home().is_absolute() else "/", ".cache")
             if os.access(next(path for path in (home, *home.parents) if path.exists()), os.W_OK | os.X_OK):
                 return home / "colibri.py"
         with suppress(OSError):  # nowhere a file can be written

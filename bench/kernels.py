@@ -23,7 +23,8 @@ import machine.interpreter  # noqa: F401 - first: what is missing is said in one
 import torch
 import torch.nn.functional as F
 
-from kernels.build import VARIANTS, usable_variants
+from errors import Refused
+from kernels.build import VARIANTS, BuildError, usable_variants
 from kernels.dispatch import open_library
 from kernels.formats import FORMATS, FP8
 from kernels.quantize import quantize_fp8, quantize_rows
@@ -49,7 +50,10 @@ class KernelBench:
     """One library, its threads, and a clock."""
 
     def __init__(self, threads: int, variants: list[str]):
-        self.native, _ = open_library(variants, Settings.read([]).cache / "kernels")
+        try:
+            self.native, _ = open_library(variants, Settings.read([]).cache / "kernels")
+        except BuildError as error:
+            raise Refused(str(error)) from None
         self.native.set_threads(threads)
         torch.set_num_threads(threads)
         self.clock = time.thread_time if threads == 1 else time.perf_counter

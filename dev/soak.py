@@ -306,6 +306,10 @@ def main(arguments: list[str] | None = None) -> int:
 def soak_with(args: argparse.Namespace) -> int:
     """Soak the model of the options, and print the verdict -> exit code."""
     try:
+        psutil.Process()
+    except psutil.Error:
+        raise Refused("there is no /proc, where open files and threads are listed; a soak test counts them") from None
+    try:
         if args.snap:
             verdict = soak_folder(args, args.snap)
         else:

@@ -30,10 +30,12 @@ class Activity:
 
 def measure_activity(device: int) -> Activity:
     """The counters now; `device` is the st_dev of a file on the drive."""
-    cpu, own = psutil.cpu_times(), os.times()
-    stolen = getattr(cpu, "steal", 0.0)
-    used = sum(cpu) - cpu.idle - getattr(cpu, "iowait", 0.0) - stolen
-    used -= getattr(cpu, "guest", 0.0) + getattr(cpu, "guest_nice", 0.0)  # they are in user and nice, too
+    own, used, stolen = os.times(), 0.0, 0.0
+    with suppress(OSError):  # no /proc
+        cpu = psutil.cpu_times()
+        stolen = getattr(cpu, "steal", 0.0)
+        used = sum(cpu) - cpu.idle - getattr(cpu, "iowait", 0.0) - stolen
+        used -= getattr(cpu, "guest", 0.0) + getattr(cpu, "guest_nice", 0.0)  # they are in user and nice, too
     return Activity(time.perf_counter(), used, stolen, own.user + own.system, drive_bytes(device), own_read_bytes())
 
 

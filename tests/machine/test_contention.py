@@ -66,3 +66,14 @@ def test_this_machine():
     after = measure_activity(os.stat(__file__).st_dev)
     assert after.seconds > before.seconds and after.own_cpu_seconds >= before.own_cpu_seconds + 0.05
     assert after.cpu_seconds >= before.cpu_seconds
+
+
+def test_without_proc_nothing_counts_as_disturbed(monkeypatch, tmp_path):
+    def missing():
+        raise FileNotFoundError(2, "No such file or directory", "/proc/stat")
+
+    monkeypatch.setattr(contention, "PROC", tmp_path)
+    monkeypatch.setattr("psutil.cpu_times", missing)
+    monkeypatch.setattr("os.getloadavg", lambda: (0.0, 0.0, 0.0))
+    before = measure_activity(0)
+    assert describe_contention(before, measure_activity(0), waiting_shares()) == ""

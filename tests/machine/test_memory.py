@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import psutil
 import pytest
 
 import machine.memory
@@ -49,6 +50,12 @@ def test_the_total_is_that_of_the_tightest_limit(cgroups):
     assert machine.memory.total_bytes() == (128 * 10**9, "this machine has")
     write_cgroup(root / "user", 8 * 10**9, 6 * 10**9, 3 * 10**9)
     assert machine.memory.total_bytes() == (8 * 10**9, "this cgroup allows")
+
+
+def test_without_proc_the_peak_stands_for_the_rss(monkeypatch):
+    """In a container without /proc psutil finds no process, not even this one: every start ended in a traceback."""
+    monkeypatch.setattr("psutil.Process", lambda: (_ for _ in ()).throw(psutil.NoSuchProcess(1)))
+    assert 1e7 < machine.memory.rss_bytes() <= machine.memory.peak_rss_bytes()
 
 
 def test_cgroup_v1(cgroups):

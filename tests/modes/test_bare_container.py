@@ -1,0 +1,51 @@
+"""Starts where much is missing: home, /proc, /dev/shm, locale, all that can be written. It runs, or says one line."""
+
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from tests.conftest import ROOT
+
+# A mount namespace of our own: its mounts are seen by this process alone.
+BARE = """
+for folder in /tmp /var/tmp /dev/shm /proc /sys; do
+    [ -d $folder ] && mount -t tmpfs -o ro,mode=555 tmpfs $folder
+done
+exec "$@"
+"""
+UNSHARE = ["unshare", "--user", "--map-root-user", "--mount"]
+
+
+def can_unshare():
+    if not shutil.which("unshare"):
+        return False
+    command = [*UNSHARE, "mount", "-t", "tmpfs", "tmpfs", "/proc"]
+    return subprocess.run(command, capture_output=True, timeout=30).returncode == 0
+
+
+def run_bare(arguments, **variables):
+    environ = {
+        "PATH": "/usr/bin:/bin",
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "HOME": "/no/home",
+        "LC_ALL": "xx_YY.none",
+    } | variables
+    command = [*UNSHARE, "sh", "-c", BARE, "sh", sys.executable, *arguments]
+    return subprocess.run(command, env=environ, cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.skipif(not can_unshare(), reason="needs namespaces")
+def test_a_text_in_a_container_with_nothing():
+    """It ended in a traceback of psutil, which finds no process without /proc; a missing home folder in another."""
+    process = run_bare(["colibri.py"], PROMPT="In the beginning", NGEN="4", TEMP="0", KERNELS="reference")
+    assert process.returncode == 0 and process.stdout.strip(), process.stderr
+    assert "Traceback" not in process.stderr and "[memory] free memory is unknown" in process.stderr
+
+
+@pytest.mark.skipif(not can_unshare(), reason="needs namespaces")
+def test_what_must_write_says_one_line():
+    process = run_bare(["scripts/convert.py", "models/tiny", "/tmp/out"])
+    assert process.returncode == 2 and process.stdout == "" and "Traceback" not in process.stderr
+    assert process.stderr.splitlines()[-1] == "convert: /tmp/out: Read-only file system"
