@@ -36,9 +36,9 @@ def moe(
         route_observer.record(layer, uses, len(x), rows)
     experts = list(uses)
     with model.experts.request(layer, uses, len(x)) as request:
-        prefetch_experts(model, layer + 1, residual)
         with model.profile.measure("expert-matmul"):
             out = mlp(x, weights.shared) if weights.shared else torch.zeros_like(x)
+        prefetch_experts(model, layer + 1, residual, out if weights.shared else None)
         for first, last in split_experts(starts.tolist(), OUTPUT_BYTES // (4 * x.shape[1])):
             start, stop = starts[first], starts[last]
             outputs = None  # [assignments of these experts, D], once one of them is ready before a lower id

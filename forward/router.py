@@ -9,6 +9,7 @@ import time
 import torch
 from torch import Tensor
 
+from experts.prefetch import LONG_CHUNK
 from forward.model import Model
 from kernels import dispatch
 from kernels.dispatch import group_by_expert, linear, rms_norm
@@ -36,9 +37,12 @@ def route_by_expert(config: ModelConfig, weights: MoeWeights, x: Tensor) -> tupl
     return dict(zip(experts, starts.diff().tolist(), strict=True)), starts, rows, topk_weights
 
 
-def prefetch_experts(model: Model, layer: int, residual: Tensor) -> None:
+def prefetch_experts(model: Model, layer: int, residual: Tensor, shared: Tensor | None = None) -> None:
     """Prefetch the experts that a layer will probably request: those its router chooses for the residual [T, D] as it
-    is now, without what comes in between. Nothing where the layer has no experts or prefetching does not pay."""
+    is now, without what comes in between. Nothing where the layer has no experts or prefetching does not pay.
+
+    shared: the output [T, D] of the shared expert of the layer before, which is a part of what comes in between.
+    """
     cache = model.experts
     is_sparse = layer in cache.pool_of and layer < model.config.num_layers
     if not is_sparse or not cache.prefetcher.should_predict(len(residual)):
@@ -47,6 +51,8 @@ def prefetch_experts(model: Model, layer: int, residual: Tensor) -> None:
     with model.profile.measure("router"):
         weights = model.weights.layers[layer]
         assert isinstance(weights.mlp, MoeWeights)  # as in every layer that the cache knows
+        if shared is not None and len(residual) < LONG_CHUNK:  # predictions for more rows are hardly ever wrong
+            residual = residual + shared
         x = rms_norm(residual, weights.attention.post_norm, model.config.rms_norm_eps)
         uses, starts, _, topk_weights = route_by_expert(model.config, weights.mlp, x)
         # The larger its share, the surer is the prediction of an expert.

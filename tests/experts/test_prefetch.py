@@ -6,9 +6,14 @@ import pytest
 
 from experts.prefetch import LONG_CHUNK, PAUSE, PREDICTIONS, TRIAL, PrefetchController
 from experts.read_queue import ExpertRead, ReadQueue
+from forward import layer_forward
+from forward.mlp import mlp
+from forward.router import route_by_expert
+from kernels.dispatch import rms_norm
 from settings import EMBEDDED_SNAPSHOT
 from tests.conftest import FIXTURES
 from tests.experts.test_expert_tier import generate
+from tests.forward.test_forward import all_logits
 from tests.support.server_process import wait_for
 
 
@@ -23,6 +28,32 @@ def test_prefetched_bytes_are_counted(load):
     assert off.useful_prefetch_bytes == off.wasted_prefetch_bytes == 0
     assert on.useful_prefetch_bytes > on.wasted_prefetch_bytes > 0  # the prediction is right in 70 of 100
     assert on.useful_prefetch_bytes + on.wasted_prefetch_bytes < on.bytes_read < 1.5 * off.bytes_read
+
+
+@pytest.mark.parametrize("rows", [1, LONG_CHUNK])
+def test_the_shared_expert_is_part_of_the_prediction(load, monkeypatch, rows):
+    """The router of the next layer sees something nearer to the residual with the shared expert's output than without;
+    for many rows the residual alone is enough."""
+    model, predicted, expected = load(EMBEDDED_SNAPSHOT, LOOKAHEAD=1).model, {}, {}
+    plain = model.experts.prefetch
+
+    def prefetch(layer, uses):
+        predicted.setdefault(layer, uses)  # the first prediction for a layer comes from the layer before
+        plain(layer, uses)
+
+    def moe(model, layer, weights, x, residual, observer=None):
+        if layer + 1 < model.config.num_layers:
+            after = model.weights.layers[layer + 1]
+            shared = mlp(x, weights.shared) if rows == 1 else 0
+            normed = rms_norm(residual + shared, after.attention.post_norm, model.config.rms_norm_eps)
+            expected[layer + 1] = route_by_expert(model.config, after.mlp, normed)[0]
+        return plain_moe(model, layer, weights, x, residual, observer)
+
+    plain_moe = layer_forward.moe
+    monkeypatch.setattr(layer_forward, "moe", moe)
+    model.experts.prefetch = prefetch
+    all_logits(model, list(range(10, 10 + rows)))
+    assert len(expected) >= 2 and {layer: predicted[layer] for layer in expected} == expected
 
 
 def test_a_new_prediction_replaces_the_last(load):
