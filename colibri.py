@@ -9,7 +9,9 @@ end ends with 0.
 """
 
 import sys
+from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # PYTHONSAFEPATH leaves it out
 import machine.interpreter  # noqa: F401 - first: a Python that is too old, or without the packages, ends in one line
 
 # isort: split
@@ -20,11 +22,15 @@ from settings import USAGE, Settings
 
 def main(arguments: list[str]) -> int:
     """-> exit code."""
+    return exit_code("colibri", lambda: run_arguments(arguments))
+
+
+def run_arguments(arguments: list[str]) -> int:
     if {"-h", "--help"} & set(arguments):
         print(USAGE)
         return 0
     positional = [argument for argument in arguments if argument != "--tools"]
-    return exit_code("colibri", lambda: run(Settings.read(positional, tools="--tools" in arguments)))
+    return run(Settings.read(positional, tools="--tools" in arguments))
 
 
 def run(settings: Settings) -> int:

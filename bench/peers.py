@@ -37,7 +37,6 @@ import platform
 import shlex
 import subprocess
 import sys
-import tempfile
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -59,6 +58,7 @@ from errors import Refused, printable
 from kernels import dispatch
 from machine.console import say
 from machine.exit import exit_code
+from machine.files import temporary_folder
 from machine.threads import num_threads
 from scripts.options import OneLineParser, number_from, whole_from
 from settings import EMBEDDED_SNAPSHOT, Settings
@@ -236,7 +236,7 @@ def measure(args: argparse.Namespace) -> PeersBench:
     if not args.gguf:
         import_gguf()  # before minutes of work
     with ExitStack() as stack:
-        temporary = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        temporary = stack.enter_context(temporary_folder())
         files = find_files(args, settings, tests, temporary)
         group = stack.enter_context(memory_cgroup(int(args.cold * 2**30))) if args.cold else None
         if args.cold and not group:

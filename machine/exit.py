@@ -14,7 +14,7 @@ from types import FrameType
 
 from errors import Refused, reason
 from machine.console import discard, end_line, is_terminal, leave_line_open, say
-from machine.interpreter import missing_package
+from machine.interpreter import broken_package, missing_package
 
 SIGNALS = (signal.SIGTERM, signal.SIGHUP)  # the terminal is closed: handled alike, so that nothing is left behind
 NO_MEMORY = ("can't allocate memory", "not enough memory", "Cannot allocate memory")  # of torch's allocators
@@ -48,6 +48,7 @@ class Terminator:
 def exit_code(program: str, work: Callable[[], int], interrupted: str | Callable[[], str] = "") -> int:
     """-> the exit code of `work`, or that of the error that ended it, with a line on stderr that `program` begins;
     an interrupt has one where `interrupted` is or gives it. No exception leaves it but SystemExit."""
+    hook = threading.excepthook
     try:
         open_streams()
         threading.excepthook = say_thread_error
@@ -72,6 +73,7 @@ def exit_code(program: str, work: Callable[[], int], interrupted: str | Callable
     finally:
         end_line()
         flush_stdout()
+        threading.excepthook = hook
 
 
 @contextmanager
@@ -108,7 +110,7 @@ def explain(error: BaseException) -> tuple[int, str]:
         case ModuleNotFoundError() if error.name:
             return 2, missing_package(error.name)
         case ImportError():
-            return 2, f"a package of {sys.executable} cannot be loaded: {error}"
+            return 2, broken_package(error)
         case RuntimeError() if any(words in str(error) for words in NO_MEMORY):
             return 2, "there is not enough memory; lower RAM_GB or CTX, or free some"
         case RuntimeError() if "start new thread" in str(error):

@@ -3,6 +3,7 @@
 It runs by any Python 3, before anything else of the project, and has therefore none of the newer syntax.
 """
 
+import atexit
 import os
 import sys
 from collections.abc import Sequence
@@ -33,6 +34,11 @@ def missing_package(name: str) -> str:
     return f"{top} is not installed; {sys.executable} -m pip install -c constraints.txt {top}"
 
 
+def broken_package(error: BaseException) -> str:
+    message = " ".join(str(error).split())
+    return f"a package of {sys.executable} cannot be loaded: {message}"
+
+
 def runs_in_venv() -> bool:
     return os.path.realpath(sys.prefix) == os.path.realpath(os.path.join(ROOT, ".venv"))
 
@@ -47,9 +53,11 @@ def advice() -> str:
 
 
 def end_in_one_line(kind: type, error: BaseException, trace: object) -> None:
-    """The hook for exceptions that leave a program: a package that is missing, Ctrl-C while modules are imported."""
+    """The hook for exceptions that come up while modules are imported: a package that is missing or broken, Ctrl-C."""
     if isinstance(error, ModuleNotFoundError) and error.name:
         give_up(missing_package(error.name))
+    if isinstance(error, (ImportError, OSError)):
+        give_up(broken_package(error))
     if not isinstance(error, KeyboardInterrupt):
         sys.__excepthook__(kind, error, trace)  # type: ignore[arg-type]
 
@@ -61,6 +69,17 @@ def give_up(line: str) -> None:
     raise SystemExit(2)
 
 
+def flush_stdout() -> None:
+    """Flush what is left, as of --help; it is lost where that fails, and would fail again when the interpreter ends."""
+    try:
+        sys.stdout.flush()
+    except (OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    except AttributeError:  # closed before the start
+        pass
+
+
+atexit.register(flush_stdout)
 sys.excepthook = end_in_one_line
 problem = problem_of(sys.version_info[:2], PACKAGES)
 if problem:

@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import re
+import select
 import signal
 import struct
 import subprocess
@@ -168,3 +169,26 @@ def test_both_streams_in_one_file(answer, tmp_path):
     with open(tmp_path / "log", "wb") as log:
         code, _, _ = run(TEXT | {"NGEN": "40"}, stdout=log, stderr=log)
     assert code == 0 and answer.rstrip(b"\n") in (tmp_path / "log").read_bytes()
+
+
+def test_a_chat_is_whole_on_a_terminal():
+    """Prefill bars, answers and notices of a chat, as the terminal shows them in the end."""
+    primary, secondary = os.openpty()
+    fcntl.ioctl(secondary, termios.TIOCSWINSZ, struct.pack("HHHH", 50, COLUMNS, 0, 0))
+    question, variables = "And what of the king, " * 12, {"USAGE": "0", "TERM": "xterm", "TEMP": "0", "NGEN": "24"}
+    asked = ["--prompt", question]
+    _, out, _ = run(variables, "scripts.chat_cli", asked, stdout=subprocess.PIPE)
+    process = forker().start([], environment(variables), module="scripts.chat_cli", terminal=os.ttyname(secondary))
+    shown = b""
+    for sign, keys in ((rb"> ", question.encode()), (rb"\n(\x1b\[\?2004h)?> ", b"/stats"), (rb"\[stats.*> ", b"/quit")):
+        seen = len(shown)
+        while not re.search(sign, shown[seen:], re.DOTALL):
+            assert select.select([primary], [], [], 60)[0], shown
+            shown += os.read(primary, 4096)
+        os.write(primary, keys + b"\n")
+    os.close(secondary)
+    screen = Screen(COLUMNS).feed((shown + read_terminal(primary)).decode())
+    assert process.wait(timeout=60) == 0
+    assert out.decode().strip() in screen.text
+    assert "[prefill]" not in screen.text and "####" not in screen.text
+    assert screen.lines[-1] == "goodbye" and "[stats] 1 answers" in screen.text

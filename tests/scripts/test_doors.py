@@ -89,6 +89,43 @@ def test_the_line_says_which_python_to_use(monkeypatch, tmp_path):
     )
 
 
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (ModuleNotFoundError("No module named 'gguf'", name="gguf"), "gguf is not installed"),
+        (
+            ImportError("libgomp.so.1: cannot open\nshared object file"),
+            "cannot be loaded: libgomp.so.1: cannot open shared",
+        ),
+        (OSError("libtorch_cpu.so: cannot open shared object file"), "cannot be loaded: libtorch_cpu.so"),
+        (KeyboardInterrupt(), None),
+    ],
+)
+def test_what_comes_up_while_modules_are_imported_is_one_line(monkeypatch, capsys, error, words):
+    """Ctrl-C in the first second showed where torch was at, a broken package its own frames."""
+    monkeypatch.setattr(sys, "argv", ["scripts/convert.py"])
+    if words:
+        with pytest.raises(SystemExit) as ended:
+            interpreter.end_in_one_line(type(error), error, None)
+        assert ended.value.code == 2
+    else:
+        interpreter.end_in_one_line(type(error), error, None)
+    err = capsys.readouterr().err
+    assert (err.startswith("convert: ") and words in err and err.count("\n") == 1) if words else err == ""
+
+
+@pytest.mark.parametrize(
+    "arguments", [["colibri.py", "--help"], ["-P", "colibri.py", "--help"], ["scripts/convert.py", "--help"]]
+)
+def test_help_whose_reader_went_away(arguments):
+    """python scripts/convert.py --help | true; with PYTHONSAFEPATH (-P) colibri.py did not find its own modules."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    process = subprocess.run([sys.executable, *arguments], cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, timeout=60)
+    os.close(writer)
+    assert process.returncode in (0, 141) and process.stderr == b""
+
+
 def test_help_of_native_compiles_nothing(monkeypatch, capsys):
     """`python scripts/native.py --help` compiled for every instruction set."""
     monkeypatch.setattr(native, "find_library", lambda *rest: pytest.fail("compiled"))
