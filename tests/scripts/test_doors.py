@@ -115,10 +115,10 @@ def test_what_comes_up_while_modules_are_imported_is_one_line(monkeypatch, capsy
 
 
 @pytest.mark.parametrize(
-    "arguments", [["colibri.py", "--help"], ["-P", "colibri.py", "--help"], ["scripts/convert.py", "--help"]]
+    "arguments", [["colibri.py", "--help"], ["-P", "colibri.py", "--help"], ["scripts/native.py", "--help"]]
 )
 def test_help_whose_reader_went_away(arguments):
-    """python scripts/convert.py --help | true; with PYTHONSAFEPATH (-P) colibri.py did not find its own modules."""
+    """python scripts/native.py --help | true; with PYTHONSAFEPATH (-P) colibri.py did not find its own modules."""
     reader, writer = os.pipe()
     os.close(reader)
     process = subprocess.run([sys.executable, *arguments], cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, timeout=60)
