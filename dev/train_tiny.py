@@ -148,11 +148,13 @@ class Corpus:
 
 
 def held_out_sequences(tokenizer, documents, length):
-    """The held-out documents cut into sequences of `length` + 1 ids, each with its prefix; the tail is dropped."""
-    prefix = [tokenizer.token_to_id("[gMASK]"), tokenizer.token_to_id("<sop>")]
+    """The held-out documents cut into sequences of `length` + 1 ids, each with its prefix; the tail is dropped.
+
+    A tokenizer without the tokens of the prefix has none."""
+    prefix = [i for name in ("[gMASK]", "<sop>") if (i := tokenizer.token_to_id(name)) is not None]
     end = tokenizer.token_to_id("<|endoftext|>")
     ids = [i for encoded in tokenizer.encode_batch(documents) for i in encoded.ids + [end]]
-    body = length - 1
+    body = length + 1 - len(prefix)
     return torch.tensor([prefix + ids[i : i + body] for i in range(0, len(ids) - body, body)])
 
 

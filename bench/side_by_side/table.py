@@ -96,6 +96,7 @@ def plot(pyplot: Any, path: Path, rows: list[Row]) -> None:
         ticks = sorted({at for row in warm if (at := place(test_of(row))) is not None})
         panel.set_xscale("symlog", base=2, linthresh=256)
         panel.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+        panel.set_xticks([], minor=True)
         panel.set(title=title, xlabel=label, ylabel="tok/s")
         panel.set_ylim(bottom=0)
         panel.grid(alpha=0.3)
