@@ -230,7 +230,7 @@ class Settings:
     seed: int = variable(lambda env, name: env.whole(name, time.time_ns() % 2**32, 0, 2**64 - 1))
     draft: str = variable(Environ.draft)  # draft tokens of a forward pass: auto, or a number
     ram_gb: float = variable(Environ.number, 0.0, 0.0, 1e6)  # 0 = ask host and cgroup
-    prefill_chunk: int = variable(Environ.whole, 0, 0, 1 << 20)  # token rows; 0 = at most 1024, by the budget
+    prefill_chunk: int = variable(Environ.whole, 0, 0, 1 << 20)  # token rows; 0 = by the budget
     topk: int = variable(Environ.whole, 0, 0, 65536)  # active experts of a token; 0 = as config.json says
     topp: float = variable(Environ.number, 0.0, 0.0, 1.0)  # share of the router scores to keep; 0 = all
     exact: bool = variable(Environ.flag, False)  # activations stay float32 where weights are integers

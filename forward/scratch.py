@@ -7,17 +7,23 @@ from kernels.reference import DEQUANTIZE_BYTES
 from kernels.reference_attention import BLOCK_BYTES
 from snapshot.config import ModelConfig
 
+FEW_ROWS, FEW_SCORES = (
+    8,
+    16 << 20,
+)  # of kernels/csrc/attention.c: token rows whose scores are held at once; their number
+
 
 def scratch_bytes(config: ModelConfig, chunk_rows: int, capacity: int, is_native: bool = False) -> int:
     """An upper estimate of temporary float32 memory for chunks of chunk_rows rows over `capacity` positions.
 
     Sums what is alive at once in the largest stage of a layer; blocks are capped where the code caps them. The C
-    kernels (is_native) hold neither attention scores nor dequantized weights, except GQA, which scores a row at a time,
-    and experts with a clamped SwiGLU, whose weights any kernels dequantize.
+    kernels (is_native) hold the attention scores of a few rows, and no dequantized weights but those of experts with a
+    clamped SwiGLU, which any kernels dequantize.
     """
     c = config
     is_mla = c.attention == "mla"
     row_scores = 0 if is_mla else 16 * c.num_heads * capacity
+    native_scores = 4 * min(FEW_SCORES, FEW_ROWS * c.num_heads * capacity)
     rows = min(chunk_rows, capacity)
     q_width = c.num_heads * c.qk_head_dim
     v_width = c.num_heads * c.v_head_dim
@@ -37,7 +43,7 @@ def scratch_bytes(config: ModelConfig, chunk_rows: int, capacity: int, is_native
         # Rows gathered for their experts, their outputs, and between them the two halves of the hidden layer.
         experts = assignments * (2 * c.hidden_size + 2 * c.moe_intermediate_size) // c.hidden_size
         dequantized = min(3 * DEQUANTIZE_BYTES, 12 * c.hidden_size * c.moe_intermediate_size) if c.swiglu_limit else 0
-        return common + experts + row_scores + dequantized
+        return common + experts + native_scores + dequantized
     kv_b = c.num_heads * (c.nope_head_dim + c.v_head_dim) * c.kv_lora_rank
     blocks = 3 * max(indexer.BLOCK_BYTES, BLOCK_BYTES) if is_mla else row_scores
     full_scores = 16 * rows * c.num_heads * capacity  # small models never reach the block size

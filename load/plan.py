@@ -22,6 +22,7 @@ from snapshot.dense import DenseTensors
 AUTO_SHARE = 0.88
 UNKNOWN_BUDGET = 8e9  # assumed where free memory cannot be read, as the C engine does
 DEFAULT_CHUNK = 1024
+STREAMING_CHUNK = 4096  # where not all experts fit: a chunk reads nearly all that are missing, however many its rows
 GOOD_CHUNK = 256
 MIN_CHUNK = 64
 # Shares of the memory beside the fixed part that a prefill chunk's scratch may take. The first holds down to GOOD_CHUNK
@@ -153,7 +154,10 @@ def make_plan(
             prefill_chunk=chunk,
         )
 
-    chunk = settings.prefill_chunk or DEFAULT_CHUNK
+    plan = plan_with(DEFAULT_CHUNK)
+    all_bytes = config.num_experts * sum(sizes.values())
+    fits = settings.cap in (0, config.num_experts) and plan.need_bytes - plan.cache_bytes + all_bytes <= budget
+    chunk = settings.prefill_chunk or (DEFAULT_CHUNK if fits else STREAMING_CHUNK)
     plan = plan_with(chunk)
     # A large chunk makes the prefill faster, more expert slots the decode: both share what the fixed part leaves.
     while not settings.prefill_chunk and chunk > MIN_CHUNK:

@@ -77,6 +77,12 @@ def test_a_tight_budget_gets_smaller_prefill_chunks(load, monkeypatch):
     assert load(SNAPSHOT, RAM_GB=budget / 1e9, PREFILL_CHUNK=1000).plan.prefill_chunk == 1000  # set by the user, kept
 
 
+def test_prefill_chunks_are_larger_where_experts_are_streamed(load):
+    """A prompt of 2,000 tokens read nearly all experts twice."""
+    assert load(SNAPSHOT, cap=1).plan.prefill_chunk == 4096
+    assert load(SNAPSHOT, cap=8).plan.prefill_chunk == load(SNAPSHOT).plan.prefill_chunk == 1024
+
+
 def test_more_memory_never_refuses_what_fitted_in_less(load, monkeypatch):
     """The prefill chunk was once halved for its share alone: a model that fitted in 15.9 GB was refused at 16.0."""
     ample, fits = load(SNAPSHOT).plan, []
