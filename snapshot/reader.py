@@ -50,13 +50,15 @@ def open_file(path: Path, flags: int = 0) -> int:
 
 
 @contextmanager
-def open_checked(path: Path, advice: str) -> Iterator[tuple[BinaryIO, int]]:
-    """-> (a file to read, its bytes). Every OSError becomes Refused; `advice` says what to do if there is no file."""
+def open_checked(path: Path, advice: str, magic: bytes = b"") -> Iterator[tuple[BinaryIO, int]]:
+    """-> (a file to read, its bytes). Every OSError becomes Refused; `advice` says what to do if there is no file.
+    magic: first bytes that are expected, where they mean another file to others."""
     try:
         with open(open_file(path), "rb") as file:
             head = file.read(64).lstrip()
             for start, problem in NOT_THE_FILE.items():
-                if head.startswith(start) or (start.startswith(b"<") and head.lower().startswith(start)):
+                text = head.lower() if start.startswith(b"<") else head
+                if start != magic and text.startswith(start):
                     raise Refused(f"{path}: {problem}")
             file.seek(0)
             yield file, os.fstat(file.fileno()).st_size
