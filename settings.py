@@ -229,6 +229,7 @@ class Settings:
     nucleus: float = variable(Environ.number, 0.90, -1e9, 1e9)  # top_p
     seed: int = variable(lambda env, name: env.whole(name, time.time_ns() % 2**32, 0, 2**64 - 1))
     draft: str = variable(Environ.draft)  # draft tokens of a forward pass: auto, or a number
+    draft_guard: bool = variable(Environ.flag, True)  # pause a number of draft tokens that are hardly ever accepted
     ram_gb: float = variable(Environ.number, 0.0, 0.0, 1e6)  # 0 = ask host and cgroup
     prefill_chunk: int = variable(Environ.whole, 0, 0, 1 << 20)  # token rows; 0 = by the budget
     topk: int = variable(Environ.whole, 0, 0, 65536)  # active experts of a token; 0 = as config.json says

@@ -11,15 +11,19 @@ along this way tokens a second are highest is the choice. For one sequence that 
 The choice is made by what draft tokens may be worth: acceptance is taken half a standard error above what was seen, so
 that little is known for a short time only. And every now and then another depth than the best is tried, in one of the
 sequences, so nothing is switched off for good; the pause between two trials grows while they confirm what is known.
+
+At a fixed depth nothing is chosen, but a guard, as in the C engine, stops drafting for some forwards where hardly any
+draft token is accepted, and tries again; the pauses double while that stays so.
 """
 
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import permutations
 from typing import Any
 
 from generate.forward_time import DecayedRatio, ForwardCost, ForwardTime
+from machine.console import say
 
 Offer = dict[str, int]  # proposer -> draft tokens that it could make
 Choice = tuple[str | None, int]  # proposer and draft tokens; (None, 0) for none
@@ -31,14 +35,27 @@ PRIOR = {"MTP": 0.6, "n-gram": 0.3, "long n-gram": 0.6}  # acceptance, before an
 PRIOR_WEIGHT = 2.0  # draft tokens that the prior counts for
 ENOUGH = 3  # draft tokens at a position, before the next one is tried
 GAIN = 1.03  # in tokens a second that makes drafting worth it
+GUARD_SHARE = 0.1  # of the draft tokens of a fixed depth that must be accepted
+GUARD_ERRORS, GUARD_DRAFTS = (
+    4,
+    400,
+)  # standard errors below that share, for a pause; draft tokens that are judged together
+GUARD_PAUSE, LONGEST_GUARD_PAUSE = 64, 1024  # forwards without draft tokens
 
 
 class DraftLength:
     """Chooses the draft length, and learns from each forward. One for a run; sequences may share it.
 
-    depth: auto, or a number of draft tokens."""
+    depth: auto, or a number of draft tokens. guard: pause a fixed depth while hardly any draft token is accepted. say:
+    gets a notice of that."""
 
-    def __init__(self, depth: int | str = "auto"):
+    def __init__(self, depth: int | str = "auto", guard: bool = True, say: Callable[[str], object] = say):
+        self.guard = guard
+        self.say = say
+        self.guard_pause = GUARD_PAUSE
+        self.guard_left = 0  # forwards of the pause
+        self.paused_forwards = 0
+        self.judged: tuple[int, int] = 0, 0  # draft tokens since the last pause or judgment, and how many were accepted
         self.fixed = None if depth == "auto" else int(depth)
         self.most = MAX_DEPTH if self.fixed is None else self.fixed
         self.acceptance: dict[str, list[DecayedRatio]] = {}  # proposer -> of each position
@@ -100,6 +117,10 @@ class DraftLength:
         if self.most == 0 or not any(offers):
             return [(None, 0)] * len(offers)
         if self.fixed is not None:
+            if self.guard_left:
+                self.guard_left -= 1
+                self.paused_forwards += 1
+                return [(None, 0)] * len(offers)
             most = min(self.fixed, room // len(offers))
             return [deepest_choice(offer, most) for offer in offers]
         time = self.mixed_time if is_mixed else self.time
@@ -201,9 +222,27 @@ class DraftLength:
         for name, count in num_drafts.items():
             if name and count:
                 self.drafting.setdefault(name, DecayedRatio()).add(drafting[name], count)
+        if self.fixed is not None and self.guard:
+            self.judge(num_drafts.total(), sum(accepted for _, _, accepted in turns))
         if self.expected:
             added = (1, *self.expected, sum(1 + accepted for _, _, accepted in turns), cost.seconds)
             self.planned = [a + b for a, b in zip(self.planned, added, strict=True)]
+
+    def judge(self, num_drafts: int, num_accepted: int) -> None:
+        """Pause a fixed depth if too few of the last draft tokens were accepted."""
+        drafts, accepted = self.judged[0] + num_drafts, self.judged[1] + num_accepted
+        self.judged = (drafts, accepted) if drafts < GUARD_DRAFTS else (0, 0)
+        if accepted >= GUARD_SHARE * drafts:
+            self.guard_pause = GUARD_PAUSE
+        if accepted + GUARD_ERRORS * (accepted + 1) ** 0.5 >= GUARD_SHARE * drafts:
+            return
+        self.judged = 0, 0
+        self.guard_left = self.guard_pause
+        self.guard_pause = min(2 * self.guard_pause, LONGEST_GUARD_PAUSE)
+        self.say(
+            f"[draft] {accepted} of {drafts} draft tokens accepted: none for {self.guard_left} forwards, then another try "
+            "(DRAFT_GUARD=0 never pauses)"
+        )
 
     # --- statistics ---
 
@@ -213,6 +252,7 @@ class DraftLength:
         return {
             "draft_acceptance": {name: self.by_position(name) for name in proposers},
             "draft_depths": {str(depth): count for depth, count in sorted(self.depths.items())},
+            "draft_paused_forwards": self.paused_forwards,
             "draft_forwards_of_auto": self.planned[0],
             "draft_expected_tokens_seconds": self.planned[1:3],
             "draft_measured_tokens_seconds": self.planned[3:5],

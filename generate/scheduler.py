@@ -55,7 +55,7 @@ class Scheduler:
         self.model, self.config, self.context = loaded.model, loaded.config, loaded.context
         self.max_queue, self.store = max_queue, store
         self.kv_slots = [KvSlot(self.model, self.context) for _ in range(num_slots or loaded.plan.kv_slots)]
-        self.draft_length = DraftLength(loaded.draft if draft is None else draft)
+        self.draft_length = DraftLength(loaded.draft if draft is None else draft, loaded.draft_guard)
         self.batch = Batch(self.model, Drafter(self.model, self.draft_length))
         self.prefills: list[Prefill] = []  # the oldest first
         plan = loaded.plan

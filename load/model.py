@@ -60,6 +60,7 @@ class LoadedModel(OpenedSnapshot):
     kernels: str  # which kernels run, a line for stderr
     drive: str  # how experts are read, a line for each drive
     draft: str  # draft tokens per forward pass: auto, or a number
+    draft_guard: bool
     usage: UsageHistory | None  # expert uses, learned over runs
     history: str | None  # where the usage history came from, a line for stderr
 
@@ -132,5 +133,12 @@ def load_model(settings: Settings, opened: OpenedSnapshot | None = None) -> Load
         counts, history = usage.load()
         experts.prime(counts)
     return LoadedModel(
-        **vars(opened), model=model, kernels=kernels, drive=drive, draft=settings.draft, usage=usage, history=history
+        **vars(opened),
+        model=model,
+        kernels=kernels,
+        drive=drive,
+        draft=settings.draft,
+        draft_guard=settings.draft_guard,
+        usage=usage,
+        history=history,
     )

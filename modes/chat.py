@@ -143,7 +143,7 @@ class Chat:
         self.kv = make_kv_cache(loaded.config, loaded.context)
         self.ids: list[int] = []  # the KV cache holds the first kv.length of them
         self.proposers = Proposers(loaded.model, self.kv)
-        self.drafter = Drafter(loaded.model, DraftLength(loaded.draft))
+        self.drafter = Drafter(loaded.model, DraftLength(loaded.draft, loaded.draft_guard))
         self.sampler = Sampler(settings.temp, settings.nucleus, settings.seed, top_k=settings.top_k)
         self.stop_ids = all_stop_ids(loaded.config, tokenizer)
         self.hidden_ids = tokenizer.hidden_ids()

@@ -64,7 +64,7 @@ class RunReport:
         self.model = loaded.model
         say_loaded(loaded)
         self.counters = DecodeCounters()
-        self.draft_length = DraftLength(loaded.draft)
+        self.draft_length = DraftLength(loaded.draft, loaded.draft_guard)
         self.num_prompt_ids = num_prompt_ids
         self.started = self.mark()
         self.prefilled: CounterMark | None = None  # when decoding began

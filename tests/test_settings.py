@@ -83,7 +83,7 @@ DEFAULTS = Settings.read([], {"SERVE": "1", "SEED": "1"})
 NOT_OFF = {  # 0 is a value of these: a text, a seed, greedy, any free port, no queue; or refused by name
     "PROMPT": "0", "SEED": 0, "TEMP": 0.0, "NUCLEUS": 0.0, "PORT": 0, "QUEUE": 0, "DRAFT": "0", "LOOKAHEAD": "0",
     "NGEN": None, "API_KEY": None, "KV_DTYPE": None, "KERNELS": None, "READ_MODE": None,
-    "PREFIX": False, "USAGE": False, "SERVE": None,
+    "PREFIX": False, "USAGE": False, "DRAFT_GUARD": False, "SERVE": None,
 }  # fmt: skip
 
 

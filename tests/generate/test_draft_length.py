@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from generate.draft_length import FIRST_PAUSE, MAX_DEPTH, DraftLength
+from generate.draft_length import FIRST_PAUSE, GUARD_PAUSE, MAX_DEPTH, DraftLength
 from generate.forward_time import ForwardCost, ForwardTime
 
 EXPERTS = 40  # requested by one token row
@@ -53,6 +53,31 @@ MACHINES = {
     "from disk, useless": dict(missing=0.6, acceptance=0.0),
     "half from disk": dict(missing=0.2, acceptance=0.7),
 }
+
+
+def test_a_fixed_depth_that_is_never_right_is_paused_and_tried_again():
+    """DRAFT=5 with a head that is never right went on for 298 forwards at half the speed."""
+    said = []
+    controller = DraftLength(5, say=said.append)
+    SimulatedForwards(acceptance=0.0).run(controller, 300)
+    assert controller.depths == {5: 27, 0: 273} and controller.statistics()["draft_paused_forwards"] == 273
+    start = "[draft] 0 of 45 draft tokens accepted: none for"
+    assert said == [f"{start} {n} forwards, then another try (DRAFT_GUARD=0 never pauses)" for n in (64, 128, 256)]
+
+
+def test_the_guard_leaves_a_useful_fixed_depth_and_can_be_turned_off():
+    useful, unguarded = DraftLength(5), DraftLength(5, guard=False, say=pytest.fail)
+    SimulatedForwards(acceptance=0.5).run(useful, 300)
+    SimulatedForwards(acceptance=0.0).run(unguarded, 300)
+    assert useful.depths == unguarded.depths == {5: 300}
+
+
+def test_a_depth_that_becomes_useful_is_used_again():
+    controller, machine = DraftLength(3, say=lambda line: None), SimulatedForwards(acceptance=0.0)
+    machine.run(controller, 60)
+    machine.acceptance = 0.9
+    machine.run(controller, 200)
+    assert controller.depths == {3: 196, 0: 64} and controller.guard_pause == GUARD_PAUSE
 
 
 @pytest.mark.parametrize("options", MACHINES.values(), ids=MACHINES)
