@@ -222,7 +222,7 @@ class DraftLength:
         for name, count in num_drafts.items():
             if name and count:
                 self.drafting.setdefault(name, DecayedRatio()).add(drafting[name], count)
-        if self.fixed is not None and self.guard:
+        if self.fixed is not None and self.guard and num_drafts.total():
             self.judge(num_drafts.total(), sum(accepted for _, _, accepted in turns))
         if self.expected:
             added = (1, *self.expected, sum(1 + accepted for _, _, accepted in turns), cost.seconds)
@@ -240,8 +240,8 @@ class DraftLength:
         self.guard_left = self.guard_pause
         self.guard_pause = min(2 * self.guard_pause, LONGEST_GUARD_PAUSE)
         self.say(
-            f"[draft] {accepted} of {drafts} draft tokens accepted: none for {self.guard_left} forwards, then another try "
-            "(DRAFT_GUARD=0 never pauses)"
+            f"[draft] {accepted} of {drafts} draft tokens accepted: none for {self.guard_left} forwards, "
+            "then another try (DRAFT_GUARD=0 never pauses)"
         )
 
     # --- statistics ---
