@@ -15,8 +15,9 @@ first half of the trace warms the cache up and is not counted, unless --cold is 
     Belady           an upper bound that knows the future: the experts requested soonest stay, of any layer; what was
                      just used need not stay. It maximizes decode and prefill together
 
-All but the last two keep a token's worth of experts of each layer, where the budget has that many. A token's experts
-are cached together; those of a longer chunk are loaded one after another, the cached ones first.
+All but the last two keep a token's worth of experts of each layer, or a quarter of its share of the budget where that
+is less, as the engine does. A token's experts are cached together; those of a longer chunk are loaded one after
+another, the cached ones first.
 
 Exit code 2 for bad input, said in one line. --plot needs matplotlib.
 """
@@ -40,7 +41,7 @@ import machine.interpreter  # noqa: F401 - first: what is missing is said in one
 # isort: split
 from bench.reference_tier import LruPolicy
 from errors import Refused
-from experts.policy import EvictionPolicy, ExpertKey
+from experts.policy import EvictionPolicy, ExpertKey, layer_floor
 from experts.route_trace import Event, read_trace
 from machine.console import say
 from machine.exit import exit_code
@@ -133,7 +134,7 @@ def load_trace(path: Path, cold: bool) -> Trace:
 
 def online(trace: Trace, make_policy: Callable[..., Policy], capacity: int) -> Iterator[int]:
     """A cache of `capacity` experts like the engine's, with an eviction policy -> its hits, event by event."""
-    floor = min(trace.top_k, capacity // len(trace.layers))
+    floor = layer_floor(trace.top_k, capacity // len(trace.layers))
     policy = make_policy(trace.layers, trace.num_experts, floor)
     cached: set[ExpertKey] = set()
     for keys, (layer, rows, uses) in zip(trace.keys, trace.events, strict=True):

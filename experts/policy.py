@@ -19,12 +19,19 @@ from collections.abc import Collection, Sequence
 ExpertKey = tuple[int, int]  # (layer, expert)
 Keys = Collection[ExpertKey]
 
-RECENT, STEADY = 4, 512  # half-lives, tokens
-RECENT_WEIGHT = 8.0
-SWEEP_HALVINGS = 1.0  # of the score of a layer that runs again only after a whole sweep over the layers
+RECENT, STEADY = 4, 128  # half-lives, tokens
+REMEMBERED = 512  # half-life of the counts that later runs start with
+RECENT_WEIGHT = 16.0
+SWEEP_HALVINGS = 2.0  # of the score of a layer that runs again only after a whole sweep over the layers
 RESCALE_ABOVE = 1e100  # sums are scaled back before they overflow
+FLOOR_DIVISOR = 4  # a layer's floor is one token's experts, at most a quarter of a layer's average slots
 MIN_COUNT = 0.01  # decayed uses worth saving
 MAX_HALVINGS = 300  # 2^-300 is nothing, and RESCALE_ABOVE * 2^300 still a float
+
+
+def layer_floor(num_active: int, average_slots: int) -> int:
+    """Cached experts that each layer keeps, with `num_active` experts a token and so many slots a layer on average."""
+    return min(average_slots, max(1, min(num_active, average_slots // FLOOR_DIVISOR)))
 
 
 class DecayedCounts:
@@ -63,9 +70,14 @@ class LayerUsage:
     def __init__(self, num_experts: int) -> None:
         self.recent = DecayedCounts(num_experts, RECENT)
         self.steady = DecayedCounts(num_experts, STEADY)
+        self.remembered = DecayedCounts(num_experts, REMEMBERED)
         self.last_used = [0] * num_experts  # number of the call to `record_uses`
         self.cached: set[int] = set()
         self.ranking: list[tuple[float, int, int]] | None = None  # ascending ranks; None: sorted when needed
+
+    @property
+    def counts(self) -> tuple[DecayedCounts, ...]:
+        return self.recent, self.steady, self.remembered
 
     def score(self, expert: int) -> float:
         recent, steady = self.recent, self.steady
@@ -99,8 +111,8 @@ class EvictionPolicy:
         self.running = self.positions[layer]
         self.num_calls += 1
         usage = self.layers[layer]
-        usage.recent.add(uses, chunk_rows)
-        usage.steady.add(uses, chunk_rows)
+        for counts in usage.counts:
+            counts.add(uses, chunk_rows)
         for expert in uses:
             usage.last_used[expert] = self.num_calls
         usage.ranking = None
@@ -108,8 +120,8 @@ class EvictionPolicy:
     def retract_uses(self, layer: int, uses: dict[int, int]) -> None:
         """Of the layer's last uses, {expert: rows} were by draft tokens that were rejected."""
         usage = self.layers[layer]
-        usage.recent.subtract_last(uses)
-        usage.steady.subtract_last(uses)
+        for counts in usage.counts:
+            counts.subtract_last(uses)
         usage.ranking = None
 
     def admit(self, key: ExpertKey) -> None:
@@ -156,17 +168,18 @@ class EvictionPolicy:
         return score * self.wait_factors[self.positions[layer] - self.running]
 
     def use_counts(self) -> dict[ExpertKey, float]:
-        """{key: uses decayed with a half-life of STEADY tokens}, those worth saving."""
+        """{key: uses decayed with a half-life of REMEMBERED tokens}, those worth saving."""
         return {
-            (layer, expert): total / usage.steady.unit
+            (layer, expert): total / usage.remembered.unit
             for layer, usage in self.layers.items()
-            for expert, total in enumerate(usage.steady.sums)
-            if total / usage.steady.unit >= MIN_COUNT
+            for expert, total in enumerate(usage.remembered.sums)
+            if total / usage.remembered.unit >= MIN_COUNT
         }
 
     def prime(self, counts: dict[ExpertKey, float]) -> None:
         """Start with saved counts, as if used now. KeyError or IndexError: those of another model."""
         for (layer, expert), uses in counts.items():
             usage = self.layers[layer]
-            usage.steady.sums[expert] += uses * usage.steady.unit
+            for counts_of_life in (usage.steady, usage.remembered):
+                counts_of_life.sums[expert] += uses * counts_of_life.unit
             usage.ranking = None

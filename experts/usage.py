@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from errors import Refused, shorten, show
-from experts.policy import STEADY, ExpertKey
+from experts.policy import REMEMBERED, ExpertKey
 from experts.route_trace import is_list_of_counts
 from machine.files import save_text
 from snapshot.dense import DenseTensors
@@ -87,7 +87,7 @@ class UsageHistory:
         """
         if not counts:
             return
-        kept, forgotten = 2.0 ** (-tokens / HALF_LIFE), 2.0 ** (-tokens / STEADY)
+        kept, forgotten = 2.0 ** (-tokens / HALF_LIFE), 2.0 ** (-tokens / REMEMBERED)
         by_layer: dict[str, list] = {str(layer): [] for layer in self.config.sparse_layers}
         for key in sorted(counts.keys() | self.history.keys()):
             if str(key[0]) not in by_layer:

@@ -10,6 +10,7 @@ from typing import Any
 
 from errors import Refused
 from experts.disk import ExpertDisk
+from experts.policy import layer_floor
 from experts.slots import ExpertSlots, expert_slot_bytes, split_into_slots
 from forward.kv_cache import kv_cache_bytes
 from forward.scratch import scratch_bytes
@@ -29,7 +30,6 @@ MIN_CHUNK = 64
 # rows, because a prefill reads nearly all experts once a chunk; below that the second.
 SCRATCH_SHARE = 0.1
 MOST_SCRATCH_SHARE = 0.5
-FLOOR_DIVISOR = 4  # a layer's floor is one token's experts, at most a quarter of a layer's average slots
 PROCESS_STEP = 64 << 20  # the process's size is rounded up to this, so that two plans in a row agree
 JSON_KEYS = {"dense_bytes": "resident_bytes", "expert_slots": "slots", "num_expert_slots": "num_slots"}
 
@@ -147,7 +147,7 @@ def make_plan(
             kv_bytes=kv_slots * kv_cache_bytes(config, context),
             scratch_bytes=scratch_bytes(config, chunk, context, is_native) + quantize_bytes,
             expert_slots=slots,
-            floor=settings.cap or max(1, min(config.num_active_experts, average // FLOOR_DIVISOR)),
+            floor=settings.cap or layer_floor(config.num_active_experts, average),
             num_experts=config.num_experts,
             context=context,
             kv_slots=kv_slots,
