@@ -22,6 +22,7 @@ from torch import Tensor
 
 from errors import Refused
 from forward.finite import NonFinite
+from forward.layers_forward import Progress
 from generate.batch import Batch
 from generate.chunked_prefill import ChunkedPrefill
 from generate.draft import Drafter
@@ -42,7 +43,8 @@ class Scheduler:
 
     loaded: the model is the scheduler's until `close`. num_slots: by default as many as memory is planned for.
     max_queue: requests that may wait beside those that can start at once. store: saves conversations over restarts.
-    draft: draft tokens a forward, auto or a number, by default as loaded."""
+    draft: draft tokens a forward, auto or a number, by default as loaded. progress: makes a progress callback for a
+    forward that only prefills, from its number of rows."""
 
     def __init__(
         self,
@@ -51,9 +53,10 @@ class Scheduler:
         max_queue: int = 8,
         store: KvFileStore | None = None,
         draft: int | str | None = None,
+        progress: Callable[[int], Progress] | None = None,
     ):
         self.model, self.config, self.context = loaded.model, loaded.config, loaded.context
-        self.max_queue, self.store = max_queue, store
+        self.max_queue, self.store, self.progress = max_queue, store, progress
         self.kv_slots = [KvSlot(self.model, self.context) for _ in range(num_slots or loaded.plan.kv_slots)]
         self.draft_length = DraftLength(loaded.draft if draft is None else draft, loaded.draft_guard)
         self.batch = Batch(self.model, Drafter(self.model, self.draft_length))
@@ -218,8 +221,9 @@ class Scheduler:
         def should_stop() -> bool:  # nobody waits any more for a prompt in it
             return self.is_closing or any(prompt.owner.is_cancelled for prompt, _ in chunks)
 
+        shown = self.progress(sum(count for _, count in chunks)) if self.progress and not sequences else None
         try:
-            logits = self.batch.forward(sequences, drafts, chunks, should_stop=should_stop)
+            logits = self.batch.forward(sequences, drafts, chunks, shown, should_stop)
         except Exception as error:
             if len(sequences) + len(chunks) > 1:
                 for sequence in list(sequences):

@@ -17,7 +17,7 @@ from pathlib import Path
 from errors import Refused
 from generate.score import Score, ScoreCounters, ScoreRequest, score_requests
 from load.model import OpenedSnapshot, load_model
-from machine.console import say
+from machine.console import PrefillProgress, say
 from machine.memory import rss_bytes
 from modes.report import RunReport
 from settings import Settings
@@ -25,7 +25,6 @@ from text.prompt import PromptPrefix, positions_needed
 from text.tokenizer import TextTokenizer
 
 PROGRESS_SECONDS = 2.0  # between two lines about requests
-LAYER_SECONDS = 10.0  # without any line, before one about layers
 
 
 def run_score(settings: Settings, opened: OpenedSnapshot) -> int:
@@ -36,13 +35,9 @@ def run_score(settings: Settings, opened: OpenedSnapshot) -> int:
     results: dict[int, Score] = {}
     num_printed, said_at = 0, run.started.seconds
 
-    def layer_progress(layer: int, num_layers: int, rows: int) -> None:
-        nonlocal said_at
-        if time.perf_counter() - said_at > LAYER_SECONDS:  # a wave of a large model takes minutes
-            said_at = time.perf_counter()
-            say(f"[prefill] layer {layer}/{num_layers} | {rows} tokens")
-
-    for index, score in score_requests(loaded.model, requests, loaded.context, counters, layer_progress):
+    # At most: a context that several requests share is prefilled once.
+    progress = PrefillProgress(sum(len(request.context) + len(request.continuation) - 1 for request in requests))
+    for index, score in score_requests(loaded.model, requests, loaded.context, counters, progress):
         results[index] = score
         while num_printed in results:  # results come in the order of waves, lines in that of the file
             score = results[num_printed]

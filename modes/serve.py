@@ -9,7 +9,7 @@ from errors import Refused
 from generate.kv_file import KvFileStore
 from generate.scheduler import Scheduler
 from load.model import LoadedModel, OpenedSnapshot, load_model, open_snapshot
-from machine.console import say
+from machine.console import PrefillProgress, say
 from modes.report import RunReport, save_usage
 from settings import Settings
 from text.tokenizer import TextTokenizer
@@ -86,7 +86,8 @@ def running_scheduler(settings: Settings, opened: OpenedSnapshot) -> Iterator[tu
     loaded = load_model(settings, opened)
     run = RunReport("stdio" if settings.serve == "stdio" else "serve", loaded)
     saved = KvFileStore(loaded, settings.cache, say) if settings.kvsave else None
-    scheduler = Scheduler(loaded, opened.plan.kv_slots, settings.queue, saved)
+    progress = PrefillProgress if settings.serve == "stdio" else None  # HTTP serves many at once
+    scheduler = Scheduler(loaded, opened.plan.kv_slots, settings.queue, saved, progress=progress)
     try:
         with suppress(KeyboardInterrupt):
             yield loaded, scheduler

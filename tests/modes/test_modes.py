@@ -11,6 +11,7 @@ import pytest
 from settings import EMBEDDED_SNAPSHOT
 from tests.conftest import FIXTURES, ORACLES, read_json, write_fused
 from tests.support.forked import environment, forker, start_colibri
+from tests.support.pipe import frame
 from tests.support.screen import read_terminal
 
 
@@ -285,6 +286,18 @@ def test_ctrl_c_during_the_prefill():
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130 and b"[stop] interrupted" in err and b"Traceback" not in err
+
+
+def test_every_mode_reports_the_prefill_by_one_rule(tmp_path):
+    """SCORE said nothing for 10 s, SERVE=stdio nothing at all: a line for every fourth layer and the last."""
+    (tmp_path / "requests.txt").write_text("9 1 " + " ".join(map(str, range(5, 15))) + "\n")
+    prompt = frame("In the beginning God created the heaven and the earth")
+    for variables, stdin in (({"SCORE": str(tmp_path / "requests.txt")}, b""), ({"SERVE": "stdio"}, prompt)):
+        environ = environment({"USAGE": "0", "THREADS": "1"} | variables)
+        process = forker().start([], environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        _, err = process.communicate(stdin, timeout=60)
+        lines = [line for line in err.decode().splitlines() if line.startswith("[prefill] ")]
+        assert [line.split(" | ")[0] for line in lines] == ["[prefill] layer 4/5", "[prefill] layer 5/5"], err
 
 
 # --- bad usage --------------------------------------------------------------------------------------------------------
