@@ -159,11 +159,18 @@ class ExpertCache:
         self.policy_of[read.key[0]].admit(read.key)
         self.counters.bytes_read += self.disk.layouts[read.key].stored_bytes
 
-    def adjust_to_memory(self, guard: MemoryGuard) -> None:
+    def make_room(self, num_bytes: int) -> None:
+        """Release slots where the memory budget does not hold num_bytes more, which are about to be written."""
+        if self.guard:
+            self.guard.next_check = 0.0  # now, not in a moment
+            self.adjust_to_memory(self.guard, num_bytes)
+
+    def adjust_to_memory(self, guard: MemoryGuard, reserved: int = 0) -> None:
         """Release slots when memory is short, keeping one for each layer; reclaim them one by one."""
         spare = guard.spare_bytes()
         if spare is None:
             return
+        spare -= reserved
         for pool, policy in zip(self.pools, self.policies, strict=True):
             while spare < 0 and pool.num_usable > len(pool.layers):
                 policy.floor = min(policy.floor, (pool.num_usable - 1) // len(pool.layers))

@@ -17,5 +17,6 @@ class Model:
     weights: ModelWeights
     experts: ExpertCache
     prefill_chunk: int  # most token rows of a chunk; bounds the memory of a prefill
+    kv_room_bytes: int | None = None  # of the memory budget, for KV caches; None: as much as they take
     profile: Profile = field(default_factory=Profile)
     trace: RouteObserver | None = None  # of all forward passes

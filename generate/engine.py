@@ -10,25 +10,29 @@ that a tool forces. Such a sequence runs ahead, and its tokens wait for the step
 steps are the same with any drafts. B sequences, T tokens of each, V vocabulary.
 """
 
-from collections.abc import Callable, Collection, Iterator
+import warnings
+from collections.abc import Collection, Iterator
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from forward.kv_cache import make_kv_cache
-from forward.layers_forward import Progress
+from errors import Refused
+from forward.kv_cache import kv_cache_bytes, make_kv_cache
+from forward.lm_head import LOGIT_ROWS
 from forward.model import Model
-from forward.profile import Profile
-from generate.batch import Batch, BatchCounters, Scheduled
-from generate.draft import Drafter, NoDraft
+from generate.also_named import also_named
+from generate.batch import Batch
+from generate.draft import Drafter
 from generate.draft_length import DraftLength
-from generate.head_kv_cache import HeadKvCache, HeadKvRow
+from generate.head_batch import HeadBatch, head_cache_bytes, make_head_cache, named_terminal_ids
+from generate.head_kv_cache import HeadKvRow
 from generate.proposers import Proposers
 from generate.sampler import Sampler
 from generate.sequence import Prefill, Sequence
 from generate.tools.tool_state import Tokenizer, Tool, ToolState
+from load.plan import gb
+from machine.memory import available_bytes
 from text.prompt import positions_needed
+
+LOGIT_BYTES = 6  # of a logit: float32, and masks
 
 
 class Engine:
@@ -36,9 +40,9 @@ class Engine:
 
     model: our Model, or any with `config` and forward(ids [B, T], kv_cache) -> logits [B, T, V], see HeadBatch.
 
-    tokenizer: only tools need it. terminal_ids end a sequence; by default the model's stop ids. draft: draft tokens
-    that a forward verifies for each sequence, auto or a number; `draft_length` has their statistics. Only our model
-    drafts.
+    tokenizer: tools need one. terminal_ids end a sequence; by default the model's stop ids, and assistant_end and bos
+    where the tokenizer names them as nanochat's does. draft: draft tokens that a forward verifies for each sequence,
+    auto or a number; `draft_length` has their statistics. Only our model drafts.
 
     forwards and forward_rows count the forwards after prefills, and the token rows that went through the layers in
     them.
@@ -65,9 +69,11 @@ class Engine:
             raise ValueError(f"draft={draft}: a model that keeps keys and values by heads cannot draft")
         config = model.config
         self.max_positions = config.sequence_len if self.by_heads else config.max_positions
-        stop_ids = getattr(config, "stop_ids", ()) if self.by_heads else config.stop_ids
-        self.terminal_ids = frozenset(stop_ids if terminal_ids is None else terminal_ids)
+        if terminal_ids is None:
+            terminal_ids = {*getattr(config, "stop_ids", ()), *named_terminal_ids(tokenizer)}
+        self.terminal_ids = frozenset(terminal_ids)
 
+    @also_named(tokens="prompt_ids")
     def generate(
         self,
         prompt_ids: Collection[int],
@@ -81,19 +87,22 @@ class Engine:
         given a terminal id or max_tokens steps are done. max_tokens None: as many as the model has positions.
 
         A sequence that ended repeats its terminal id with mask 0. top_k None or 0 keeps the whole vocabulary.
-        ValueError for a prompt that is empty or too long, and for numbers out of range; nothing runs before the first
-        `next`.
+        ValueError for a prompt that is empty or too long, and for numbers out of range; Refused where the memory budget
+        does not hold the KV caches (with max_tokens None they are as long as it holds, with a warning). Nothing runs
+        before the first `next`.
         """
         prompt_ids, capacity = self.check(prompt_ids, num_samples, max_tokens, temperature)
         if capacity == len(prompt_ids):
             return
         # 1) prefill once: the first logits are those of every sequence
         drafter = Drafter(self.model, self.draft_length) if self.draft_length.most else None
-        batch, prompt = new_batch(self.model, prompt_ids, drafter)
+        batch, prompt = new_batch(self.model, prompt_ids, capacity, drafter)
         first = batch.prefill(prompt)
         assert first is not None
 
         # 2) clone its KV cache, sample the first tokens
+        if not self.by_heads:
+            self.model.experts.make_room((num_samples - 1) * len(prompt_ids) * self.position_bytes)
         states = [ToolState(prompt_ids, self.tools, self.tokenizer, self.terminal_ids) for _ in range(num_samples)]
         for row, (kv, proposers) in enumerate(self.clone(prompt, num_samples, capacity)):
             sequence = Sequence(
@@ -107,7 +116,7 @@ class Engine:
                 is_lockstep=self.by_heads,
             )
             batch.start(sequence, first)
-        del prompt, first  # and the KV cache that was cloned
+        del prompt, first  # and, of a model by heads, the cache that was cloned
 
         # 3) yield a step when every sequence has a token for it, or has ended; decode until then
         for at in range(capacity - len(prompt_ids)):
@@ -130,8 +139,9 @@ class Engine:
             return
         if prompt.proposers:
             prompt.proposers.ngrams.index(prompt.ids)  # once for all
-        for _ in range(num_samples):
-            kv = prompt.kv.clone(capacity)
+        yield prompt.kv, prompt.proposers
+        for _ in range(num_samples - 1):
+            kv = prompt.kv.clone()
             yield kv, prompt.proposers and prompt.proposers.clone(kv)
 
     def check(
@@ -150,8 +160,33 @@ class Engine:
         end = max(most, len(prompt_ids) + 1) if max_tokens is None else len(prompt_ids) + max_tokens
         if len(prompt_ids) > most or positions_needed(len(prompt_ids), end - len(prompt_ids)) > most:
             raise ValueError(f"{len(prompt_ids)} prompt tokens and {max_tokens} more do not fit {most} positions")
-        return prompt_ids, end
+        return prompt_ids, self.plan_rows(len(prompt_ids), num_samples, end, max_tokens is None)
 
+    @property
+    def position_bytes(self) -> int:
+        """Memory of a position in the KV cache of a sequence."""
+        return head_cache_bytes(self.model, 1) if self.by_heads else kv_cache_bytes(self.model.config, 1)
+
+    def plan_rows(self, num_prompt: int, num_samples: int, end: int, may_shorten: bool) -> int:
+        """-> ids of a sequence at most: `end`, or what memory holds. Refused where that is less, if not may_shorten."""
+        if self.by_heads:
+            room, source = available_bytes(), "are free"
+            beside = num_prompt * self.position_bytes  # of the prompt, while it is cloned
+        else:
+            room, source = self.model.kv_room_bytes, "the memory budget leaves"
+            beside = LOGIT_BYTES * self.model.config.vocab_size * max(0, num_samples - LOGIT_ROWS)
+        if room is None or num_samples * end * self.position_bytes + beside <= room:
+            return end
+        held = max(0, room - beside) // (num_samples * self.position_bytes)
+        need = gb(num_samples * end * self.position_bytes + beside)
+        rows = f"{num_samples} sequences of {end} tokens need {need} for KV caches, {gb(room)} {source}"
+        if not may_shorten or held <= num_prompt:
+            fewer = max(0, room - beside) // (end * self.position_bytes)
+            raise Refused(f"{rows}: take at most {fewer} sequences, or {held} tokens of each, or raise RAM_GB")
+        warnings.warn(f"{rows}: they end at {held} tokens", stacklevel=4)
+        return held
+
+    @also_named(tokens="prompt_ids")
     def generate_batch(
         self, prompt_ids: Collection[int], num_samples: int = 1, **options: Any
     ) -> tuple[list[list[int]], list[list[int]]]:
@@ -169,45 +204,15 @@ class Engine:
         return sequences, masks
 
 
-class HeadBatch(Batch):
-    """The generation loop for a model that keeps keys and values by heads, all sequences in one cache of one length.
-
-    Its config gives n_layer, n_head, n_kv_head, n_embd, sequence_len; forward(ids int64 [B, T], kv_cache) writes into
-    the cache, advances it by T, and returns logits [B, T, V]. No drafts.
-    """
-
-    def __init__(self, model: Any):
-        self.model: Any = model
-        self.profile = Profile()
-        self.drafter = NoDraft()
-        self.sequences, self.counters = [], BatchCounters()
-        self.max_prompt_rows = model.config.sequence_len
-
-    def run_layers(
-        self, scheduled: list[Scheduled], progress: Progress | None, should_stop: Callable[[], bool] | None
-    ) -> list[Tensor]:
-        rows = [item.kv for item, _, _ in scheduled]
-        cache, length = rows[0].cache, rows[0].length
-        if len(rows) < cache.num_rows:  # the others have ended
-            cache.keep([kv.row for kv in rows])
-            for row, kv in enumerate(rows):
-                kv.row = row
-        tokens = torch.tensor([ids for _, ids, _ in scheduled], device=cache.keys.device)  # [B, T]
-        cache.check_room(tokens.shape[1])
-        logits = self.model.forward(tokens, cache)  # [B, T, V]
-        if cache.length != length + tokens.shape[1]:
-            raise ValueError(f"the model advanced its cache by {cache.length - length} for {tokens.shape[1]} tokens")
-        return list(logits[:, -1:].unbind())
-
-
-def new_batch(model: Any, prompt_ids: list[int], drafter: Drafter | None = None) -> tuple[Batch, Prefill]:
-    """-> (an empty batch, a prompt to prefill with it) for our model or one of HeadBatch."""
+def new_batch(
+    model: Any, prompt_ids: list[int], capacity: int, drafter: Drafter | None = None
+) -> tuple[Batch, Prefill]:
+    """-> (an empty batch, a prompt to prefill with it) for our model or one of HeadBatch. Our KV cache has room for
+    `capacity` positions."""
     if isinstance(model, Model):
-        kv = make_kv_cache(model.config, len(prompt_ids))
+        kv = make_kv_cache(model.config, capacity)
         return Batch(model, drafter), Prefill(prompt_ids, kv, Proposers(model, kv) if drafter else None)
-    c, device = model.config, model.get_device() if hasattr(model, "get_device") else "cpu"
-    cache = HeadKvCache(c.n_layer, 1, len(prompt_ids), c.n_kv_head, c.n_embd // c.n_head, device=device)
-    return HeadBatch(model), Prefill(prompt_ids, HeadKvRow(cache, 0))
+    return HeadBatch(model), Prefill(prompt_ids, HeadKvRow(make_head_cache(model, len(prompt_ids)), 0))
 
 
 def naive_generate(model: Any, prompt_ids: Collection[int], max_tokens: int, sampler: Sampler) -> list[int]:
@@ -216,7 +221,7 @@ def naive_generate(model: Any, prompt_ids: Collection[int], max_tokens: int, sam
     model: ours or one of HeadBatch."""
     ids = list(prompt_ids)
     for position in range(len(ids), len(ids) + max_tokens):
-        batch, prompt = new_batch(model, ids)
+        batch, prompt = new_batch(model, ids, len(ids))
         logits = batch.prefill(prompt)
         assert logits is not None
         ids.append(sampler.sample(logits[0], position))

@@ -1,4 +1,4 @@
-"""KV cache by heads of several sequences of one length, for models of nanochat's kind: see HeadBatch in engine.py."""
+"""KV cache by heads of several sequences of one length, for models of nanochat's kind: see generate/head_batch.py."""
 
 from typing import Self
 
@@ -8,7 +8,8 @@ from torch import Tensor
 
 class HeadKvCache:
     """Keys and values [layers, rows, capacity, heads, head_dim], a row for each sequence, zeros at first. `extra` is
-    what a model keeps beside them: tensors whose first dimension is the row, cloned and dropped with it."""
+    what a model keeps beside them: tensors whose first dimension is the row, cloned and dropped with it. n_layers,
+    cache_seqlens, get_pos and prev_embedding are the names by which nanochat's models ask."""
 
     def __init__(
         self,
@@ -25,6 +26,23 @@ class HeadKvCache:
         self.values = torch.zeros(shape, dtype=dtype, device=device)
         self.lengths = torch.zeros(num_rows, dtype=torch.int32, device=device)  # all equal
         self.extra: dict[str, Tensor] = {}
+
+    @property
+    def n_layers(self) -> int:
+        return self.keys.shape[0]
+
+    @property
+    def cache_seqlens(self) -> Tensor:
+        return self.lengths
+
+    @property
+    def prev_embedding(self) -> Tensor | None:
+        """Embedding [rows, 1, width] of the last token, for a model that mixes it into the next one; in `extra`."""
+        return self.extra.get("prev_embedding")
+
+    @prev_embedding.setter
+    def prev_embedding(self, value: Tensor) -> None:
+        self.extra["prev_embedding"] = value
 
     @property
     def num_rows(self) -> int:
@@ -44,7 +62,6 @@ class HeadKvCache:
         return sum(t.numel() * t.element_size() for t in (self.keys, self.values, *self.extra.values()))
 
     def get_pos(self) -> int:
-        """As `length`: the name that nanochat's models use."""
         return self.length
 
     def get_layer_cache(self, layer: int) -> tuple[Tensor, Tensor]:
@@ -81,8 +98,11 @@ class HeadKvCache:
         self.extra.clear()
 
     def keep(self, rows: list[int]) -> None:
-        """Keep some rows only, in the order given."""
-        self.keys, self.values = self.keys[:, rows], self.values[:, rows]
+        """Keep some rows only, in the order given, where the first ones are: no second cache exists meanwhile."""
+        for layer in range(self.n_layers):
+            for store in self.get_layer_cache(layer):
+                store[: len(rows)] = store[rows]
+        self.keys, self.values = self.keys[:, : len(rows)], self.values[:, : len(rows)]
         self.lengths = self.lengths[rows]
         self.extra = {name: tensor[rows] for name, tensor in self.extra.items()}
 

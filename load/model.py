@@ -126,7 +126,7 @@ def load_model(settings: Settings, opened: OpenedSnapshot | None = None) -> Load
     )
     opened.resources.callback(experts.close)
     weights = opened.dense.load_weights(opened.reader, settings.dense_bits, settings.exact)
-    model = Model(config, weights, experts, plan.prefill_chunk, trace=trace)
+    model = Model(config, weights, experts, plan.prefill_chunk, plan.kv_room_bytes, trace=trace)
     usage = history = None
     if settings.usage and config.sparse_layers:
         usage = UsageHistory(opened, settings.cache)

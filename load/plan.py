@@ -72,6 +72,12 @@ class MemoryPlan:
     def need_bytes(self) -> int:
         return self.fixed_bytes + self.scratch_bytes + self.cache_bytes
 
+    @property
+    def kv_room_bytes(self) -> int:
+        """What KV caches may take at most: expert slots make room for them, down to one in each layer."""
+        least = sum(len(slots.layers) * slots.slot_bytes for slots in self.expert_slots)
+        return self.budget_bytes - (self.need_bytes - self.kv_bytes - self.cache_bytes) - least
+
     def lines(self) -> tuple[str, str]:
         """The two [plan] lines for stderr."""
         sizes = sorted(slots.slot_bytes for slots in self.expert_slots) or [0]

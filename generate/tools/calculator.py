@@ -11,10 +11,10 @@ MAX_STEPS = 200  # operators and opening parentheses outside strings; bounds the
 MAX_INTEGER = 10**300  # of literals and of every value on the way; floats end near there too
 
 ARITHMETIC = re.compile(r"[-0-9+*/.() ]*")
-THOUSANDS = re.compile(r"(?<=[0-9]),(?=[0-9])")
 STRING = r"""'[A-Za-z0-9"().,_ ]*'|"[A-Za-z0-9'().,_ ]*\""""
 COUNTING = re.compile(rf"(?:{STRING}|[() ]|\.(?:count|upper|lower)\()*")
 STEP = re.compile(rf"{STRING}|([-+*/(])")
+COMMA = re.compile(rf"({STRING})|,")
 # nanochat declines a text with one of these, also inside a string; declined here too, for the same tokens.
 DECLINED_WORDS = (
     "__ import exec eval compile open file input raw_input globals locals vars dir getattr setattr delattr hasattr"
@@ -40,10 +40,11 @@ def calculate(text: str) -> int | float | None:
 
     The language, after use_calculator of karpathy/nanochat (engine.py), is one of
 
-    - arithmetic of decimal numbers with + - * / // and parentheses, Python's values and precedence; a comma between
-      two digits is dropped: 1,000*3
+    - arithmetic of decimal numbers with + - * / // and parentheses, Python's values and precedence
     - a string counted in another: 'strawberry'.count('r'), each string with any number of .upper() and .lower().
       Strings hold ASCII letters, digits, spaces and the other quote or ( ) . , _ and none of DECLINED_WORDS.
+
+    Commas outside strings are dropped: 1,000*3.
 
     A division by zero, an integer of more than 300 digits, a float that overflows, more than 10,000 characters or 200
     steps give None. The text is parsed, and the tree walked: where nanochat evaluates whatever its characters allow
@@ -52,9 +53,9 @@ def calculate(text: str) -> int | float | None:
     if len(text) > MAX_CHARACTERS:
         return None
     try:
-        plain = THOUSANDS.sub("", text)
-        if ARITHMETIC.fullmatch(plain):
-            return evaluate_number(parse(plain))
+        text = COMMA.sub(r"\1", text)
+        if ARITHMETIC.fullmatch(text):
+            return evaluate_number(parse(text))
         return evaluate_count(parse(text)) if is_counting(text) else None
     # RecursionError and MemoryError come from the parser, or from a caller that is already deep.
     except (SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError):

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from errors import Refused, reason, show
+from generate.also_named import also_named
 from generate.tools import sandbox_child as child  # imported so that its bytecode is cached
 
 MAX_TIMEOUT = 86_400  # seconds
@@ -52,6 +53,7 @@ class ExecutionResult:
     memory_exceeded: bool  # it was killed for using too much memory, or it failed, and a MemoryError is on stderr
 
 
+@also_named(maximum_memory_bytes="memory_bytes")
 def execute_code(
     code: str,
     timeout: float = 5.0,

@@ -1,10 +1,14 @@
 """Engine: one prefill, N sequences in lock-step, tools with forced tokens; on our model and on scripted ones."""
 
+import re
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from errors import Refused
+from forward.kv_cache import kv_cache_bytes
 from generate.batch import Batch
 from generate.engine import Engine, naive_generate
 from generate.sampler import Sampler
@@ -232,6 +236,62 @@ def test_an_expert_of_several_sequences_is_requested_once(load):
 
 def test_the_stop_ids_of_the_model_are_the_default(model):
     assert Engine(model).terminal_ids == set(model.config.stop_ids)
+
+
+# --- the memory budget ------------------------------------------------------------------------------------------------
+
+
+def test_rows_that_the_memory_budget_does_not_hold_are_refused_with_numbers(load, monkeypatch):
+    """RAM_GB=0.33 was asked and 0.47 GB held, without a word: N KV caches were in no plan."""
+    need = load(EMBEDDED_SNAPSHOT, CTX=512).plan.need_bytes
+    monkeypatch.setattr("load.plan.rss_bytes", lambda: need)  # of the test process
+    loaded = load(EMBEDDED_SNAPSHOT, CTX=512, RAM_GB=(2 * need + 100e6) / 1e9)
+    model, plan = loaded.model, loaded.plan
+    assert (
+        plan.kv_bytes
+        < model.kv_room_bytes
+        == plan.budget_bytes
+        - plan.need_bytes
+        + plan.kv_bytes
+        + (plan.cache_bytes - sum(len(slots.layers) * slots.slot_bytes for slots in plan.expert_slots))
+    )
+    engine = Engine(model, terminal_ids=())
+    with pytest.raises(Refused) as refused:
+        next(engine.generate(PROMPT, num_samples=9999, max_tokens=400))
+    text = re.fullmatch(
+        r"9999 sequences of (\d+) tokens need (\S+) GB for KV caches, (\S+) GB the memory budget leaves: take at most "
+        r"(\d+) sequences, or (\d+) tokens of each, or raise RAM_GB", str(refused.value))  # fmt: skip
+    length, needed, room, rows, tokens = map(float, text.groups())
+    assert length == len(PROMPT) + 400 > tokens and 0.1 < room < needed and 0 < rows < 9999
+    assert room == pytest.approx(model.kv_room_bytes / 1e9, abs=1e-3)
+    # what it names is accepted
+    assert engine.check(PROMPT, int(rows), 400, 1.0)[1] == length
+    monkeypatch.setattr(engine.model.experts, "make_room", lambda num_bytes: made.append(num_bytes))
+    made = []
+    next(engine.generate(PROMPT, num_samples=3, max_tokens=2))
+    assert made == [2 * len(PROMPT) * engine.position_bytes]
+
+
+def test_without_a_number_of_tokens_rows_are_as_long_as_memory_holds(model):
+    small = replace(model, kv_room_bytes=3 * (len(PROMPT) + 5) * kv_cache_bytes(model.config, 1))
+    engine = Engine(small, terminal_ids=())
+    with pytest.warns(UserWarning, match=f"3 sequences of .* they end at {len(PROMPT) + 5} tokens"):
+        assert len(list(engine.generate(PROMPT, num_samples=3))) == 5
+    with pytest.raises(Refused, match="at most 0 sequences"):
+        next(engine.generate(PROMPT, num_samples=99))
+
+
+def test_expert_slots_make_room_for_rows(load):
+    """The first row keeps the KV cache of the prompt; slots are released before the others are cloned."""
+    experts = load(EMBEDDED_SNAPSHOT, cap=6).model.experts
+    [pool] = experts.pools
+    experts.guard.spare_bytes = lambda: pool.slot_bytes
+    experts.make_room(pool.slot_bytes)
+    assert pool.num_usable == pool.num_slots == 24
+    experts.make_room(4 * pool.slot_bytes)
+    assert pool.num_usable == 21
+    experts.make_room(400 * pool.slot_bytes)
+    assert pool.num_usable == 4
 
 
 # --- tools ------------------------------------------------------------------------------------------------------------

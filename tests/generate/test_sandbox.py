@@ -156,6 +156,7 @@ def test_processor_time_counts_as_time():
         (dict(code="", timeout=float("inf")), "timeout=inf"),
         (dict(code="", timeout="5"), "timeout='5'"),
         (dict(code="", memory_bytes=0), "memory_bytes=0"),
+        (dict(code="", maximum_memory_bytes=0), "memory_bytes=0"),  # nanochat's name
         (dict(code="", memory_bytes=1 << 70), "memory_bytes=1180591620717411303424"),
         (dict(code="", memory_bytes=1e9), r"memory_bytes=1000000000\.0"),
         (dict(code="", output_bytes=-1), "output_bytes=-1"),
