@@ -43,11 +43,18 @@ class CacheCounters:
     useful_prefetch_bytes: int = 0  # of bytes_read
     wasted_prefetch_bytes: int = 0  # of bytes_read: read but not requested
     evictions: int = 0
+    rows: int = 0  # token rows of the requests
+    assignments: int = 0  # of token rows to experts: rows times the active experts, fewer with TOPP
 
     @property
     def hit_rate(self) -> float:
         """Share of hits, 0 to 1; 0 before the first request."""
         return self.hits / max(1, self.hits + self.misses)
+
+    @property
+    def active_experts(self) -> float:
+        """Experts that a token row is assigned to in a layer, on average."""
+        return self.assignments / max(1, self.rows)
 
 
 class ExpertCache:

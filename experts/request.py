@@ -33,6 +33,8 @@ class ExpertRequest:
         self.missing = deque(key for key in keys if key not in self.needed and key not in in_flight)
         cache.counters.hits += len(self.needed)
         cache.counters.misses += len(keys) - len(self.needed)
+        cache.counters.rows += chunk_rows
+        cache.counters.assignments += sum(uses.values())
         cache.prefetcher.record_misses(len(self.missing))
 
     def __enter__(self) -> "ExpertRequest":

@@ -26,7 +26,7 @@ QUIET_SECONDS = 10  # between heartbeats that would cut into the text on the sam
 
 # A row fits 80 columns. read/tok: experts. GB/s: while a read was under way. U: bytes over the whole time, as a share
 # of what the drive gives to plain reads.
-HEAD = ("", "tokens", "s", "tok/s", "hit", "read/tok", "GB/tok", "GB/s", "U", "wait")
+HEAD = ("", "tokens", "s", "tok/s", "active", "hit", "read/tok", "GB/tok", "GB/s", "U", "wait")
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +173,7 @@ class RunReport:
             "hits": cache.hits,
             "misses": cache.misses,
             "hit_rate": cache.hit_rate,
+            "active_experts": cache.active_experts,
             "experts_read_per_token": divide(cache.misses, tokens) if tokens else None,
             "expert_bytes_read": cache.bytes_read,
             "prefill_expert_bytes_read": prefill.cache.bytes_read,
@@ -232,6 +233,7 @@ class RunReport:
             str(tokens),
             compact(mark.seconds),
             compact(divide(tokens, mark.seconds)) if tokens else "-",
+            f"{cache.active_experts:.1f}",
             f"{cache.hit_rate:.1%}",
             per_token(cache.misses, 1),
             per_token(cache.bytes_read / 1e9, 3),

@@ -288,6 +288,19 @@ def test_ctrl_c_during_the_prefill():
     assert process.returncode == 130 and b"[stop] interrupted" in err and b"Traceback" not in err
 
 
+def test_experts_that_topp_drops_are_visible(run_colibri, tmp_path):
+    """With TOPP nothing said how many experts a token still used."""
+    active = {}
+    for topp in (0, 0.5):
+        process = run_colibri(PROMPT="In the beginning", NGEN=8, TEMP=0, TOPP=topp, REPORT=tmp_path / "r.json")
+        [head, _, decode] = [line for line in process.stderr.decode().splitlines() if line.startswith("[run] ")][:3]
+        active[topp] = read_json(tmp_path / "r.json")["active_experts"]
+        column = decode[: head.index("active") + len("active")].split()[-1]
+        assert abs(float(column) - active[topp]) < 1, (head, decode, active)
+    top_k = read_json(EMBEDDED_SNAPSHOT / "config.json")["num_experts_per_tok"]
+    assert active[0] == top_k and 1 <= active[0.5] < top_k - 0.5
+
+
 def test_every_mode_reports_the_prefill_by_one_rule(tmp_path):
     """SCORE said nothing for 10 s, SERVE=stdio nothing at all: a line for every fourth layer and the last."""
     (tmp_path / "requests.txt").write_text("9 1 " + " ".join(map(str, range(5, 15))) + "\n")
