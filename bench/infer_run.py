@@ -70,7 +70,7 @@ class InferBench:
         self.experts = loaded.model.experts
         self.requested = RequestedBytes(mean_expert_bytes(loaded, settings), loaded.model.trace)
         model = replace(loaded.model, trace=self.requested)
-        self.engine = Engine(model, terminal_ids=frozenset(), draft=settings.draft)
+        self.engine = Engine(model, terminal_ids=frozenset(), draft=settings.draft, draft_guard=settings.draft_guard)
 
     def drop_experts(self) -> None:
         """Evict all experts and drop them from the page cache."""

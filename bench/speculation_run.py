@@ -45,7 +45,7 @@ class SpeculationArm:
         self.model = self.loaded.model
         self.acceptance = acceptance
         self.miss_rate = miss_rate
-        self.draft_length = DraftLength(depth)
+        self.draft_length = DraftLength(depth, guard=False)
         self.counters = DecodeCounters()
         self.greedy_ids: list[int] = []  # of all texts
         # Sums over the texts, without their prefill; prices are those of GLM-5.2:

@@ -73,7 +73,7 @@ def check(settings: Settings, opened: OpenedSnapshot, num_sequences: int, num_to
                 print(f"sequence {row} of {what}: {difference}")
         print(f"Engine, {what}: {seconds:.2f} s")
     kv = make_kv_cache(model.config, len(prompt) + num_tokens)
-    drafter = Drafter(model, DraftLength(loaded.draft))
+    drafter = Drafter(model, DraftLength(loaded.draft, loaded.draft_guard))
     ids, seconds = timed(lambda: list(spec_decode(model, kv, prompt, Sampler(), num_tokens, (), drafter)))
     if difference := first_difference(ids, expected):
         num_different += 1

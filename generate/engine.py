@@ -42,7 +42,8 @@ class Engine:
 
     tokenizer: tools need one. terminal_ids end a sequence; by default the model's stop ids, and assistant_end and bos
     where the tokenizer names them as nanochat's does. draft: draft tokens that a forward verifies for each sequence,
-    auto or a number; `draft_length` has their statistics. Only our model drafts.
+    auto or a number, which draft_guard pauses where hardly any is accepted; `draft_length` has their statistics. Only
+    our model drafts.
 
     forwards and forward_rows count the forwards after prefills, and the token rows that went through the layers in
     them.
@@ -55,6 +56,7 @@ class Engine:
         terminal_ids: Collection[int] | None = None,
         tools: Collection[Tool] = (),
         draft: int | str | None = 0,
+        draft_guard: bool = True,
     ):
         self.model, self.tokenizer, self.tools = model, tokenizer, tuple(tools)
         self.by_heads = not isinstance(model, Model)
@@ -62,7 +64,7 @@ class Engine:
             raise ValueError("tools need a tokenizer")
         if draft != "auto" and not str(draft or 0).isdecimal():
             raise ValueError(f"draft={draft}: expected auto or a number of draft tokens")
-        self.draft_length = DraftLength(draft or 0)
+        self.draft_length = DraftLength(draft or 0, draft_guard)
         self.forwards = 0
         self.forward_rows = 0
         if self.draft_length.most and self.by_heads:

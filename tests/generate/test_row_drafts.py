@@ -298,7 +298,7 @@ def test_only_accepted_tokens_of_each_sequence_count_as_expert_uses(load, monkey
     texts = Engine(model, terminal_ids=()).generate_batch(prompt, **options)[0]
     for policy in model.experts.policies:
         for layer in policy.layers.values():
-            for counts in (layer.recent, layer.steady):
+            for counts in layer.counts:
                 counts.sums = [0.0] * len(counts.sums)
     learned, plain = [], Drafter.retract_uses
 
