@@ -223,6 +223,8 @@ class ExpertCache:
         """Prefetch an expert that `rows` token rows may use; False if there is no slot for it."""
         if key in self.cached or key in self.prefetches or key in self.abandoned:
             return True
+        if self.open_request and any(read.key == key for read in self.open_request.reads):
+            return True
         if len(self.prefetches) >= max(1, self.pool_of[key[0]].num_slots // PREFETCH_DIVISOR):
             return False
         below = self.prefetcher.accuracy * self.policy_of[key[0]].score(key, rows)

@@ -119,17 +119,10 @@ def score_wave(
     # 3) the others, as many in one forward as their KV caches allow
     room = max_positions - sum(kv.capacity for kv in caches)
     for some in batches_that_fit(rest, requests, room):
-        batch = [(list(requests[i].continuation[:-1]), kv) for i, kv in some]
-        targets = [token for i, _ in some for token in requests[i].continuation[1:]]
-        logprobs, best = step_logprobs(model, batch, targets, progress)
-        counters.continuation_rows += len(targets)
-        start = 0
-        for i, kv in some:
-            end = start + len(requests[i].continuation) - 1
-            sums[i] += float(logprobs[start:end].sum())
-            greedy[i] &= best[start:end].tolist() == targets[start:end]
-            start = end
-            kv.trim(len(requests[i].context))
+        for i, logprob, is_greedy in score_continuations(model, some, requests, progress):
+            sums[i] += logprob
+            greedy[i] &= is_greedy
+            counters.continuation_rows += len(requests[i].continuation) - 1
     for _, indices in wave:
         for i in indices:
             yield i, Score(sums[i], greedy[i])
@@ -163,13 +156,21 @@ def shared_length(contexts: list[list[int]], chunk: int) -> int:
     return shared if is_worth_it else 0
 
 
-Continuations = list[tuple[int, KvCache]]  # (number of a request, the KV cache of its context)
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """The continuation of a request, and the KV cache of its context, or one to clone with `capacity` positions."""
+
+    index: int  # of the request
+    kv: KvCache
+    capacity: int = 0  # of the clone; 0: the KV cache itself
 
 
-def batches_that_fit(rest: Continuations, requests: list[ScoreRequest], room: int) -> Iterator[Continuations]:
-    """Divide continuations so that the clones of a batch hold at most `room` positions: its first continuation of a
-    context is given the context's KV cache, the others clones of it."""
-    batch: Continuations = []
+def batches_that_fit(
+    rest: list[tuple[int, KvCache]], requests: list[ScoreRequest], room: int
+) -> Iterator[list[Continuation]]:
+    """Divide (number of a request, the KV cache of its context) so that the clones of a batch hold at most `room`
+    positions: its first continuation of a context is given the context's KV cache, the others clones of it."""
+    batch: list[Continuation] = []
     seen: set[int] = set()
     used = 0
     for i, kv in rest:
@@ -177,8 +178,28 @@ def batches_that_fit(rest: Continuations, requests: list[ScoreRequest], room: in
         if batch and used + need > room:
             yield batch
             batch, seen, used, need = [], set(), 0, 0
-        batch.append((i, kv.clone(need) if need else kv))
+        batch.append(Continuation(i, kv, need))
         seen.add(id(kv))
         used += need
     if batch:
         yield batch
+
+
+def score_continuations(
+    model: Model, batch: list[Continuation], requests: list[ScoreRequest], progress: Progress | None
+) -> list[tuple[int, float, bool]]:
+    """One forward over all but the first tokens of continuations -> (number, log p, whether each is the argmax) of
+    each. The clones live no longer than that."""
+    caches = [item.kv.clone(item.capacity) if item.capacity else item.kv for item in batch]
+    texts = [requests[item.index].continuation for item in batch]
+    targets = [token for text in texts for token in text[1:]]
+    inputs = [(list(text[:-1]), kv) for text, kv in zip(texts, caches, strict=True)]
+    logprobs, best = step_logprobs(model, inputs, targets, progress)
+    results, start = [], 0
+    for item, text in zip(batch, texts, strict=True):
+        end = start + len(text) - 1
+        is_greedy = best[start:end].tolist() == targets[start:end]
+        results.append((item.index, float(logprobs[start:end].sum()), is_greedy))
+        start = end
+        item.kv.trim(len(requests[item.index].context))
+    return results

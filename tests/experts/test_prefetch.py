@@ -89,6 +89,25 @@ def test_a_useful_prefetch_is_a_hit_and_wasted_ones_are_dropped(load):
     cache.check()
 
 
+def test_an_expert_that_the_open_request_reads_is_not_read_twice(load):
+    """The second read took a slot of its own for the same expert: the first slot was lost for good."""
+    experts = load(FIXTURES / "glm_moe_dsa", cap=6).model.experts
+    with experts.request(2, dict.fromkeys(range(4), 1)) as request:
+        in_flight = {read.key for read in request.reads}
+        assert in_flight
+        experts.prefetch(2, dict.fromkeys(range(6), 1))
+        assert experts.prefetches.keys().isdisjoint(in_flight)
+        for _ in request.ready(0, 4):
+            pass
+    experts.check()
+    with experts.request(2, dict.fromkeys(range(8), 1)) as request:
+        for _ in request.ready(0, 8):
+            pass
+    while experts.abandoned:
+        experts.wait_for_abandoned()
+    experts.check()
+
+
 def test_a_prefetch_evicts_no_expert_with_a_higher_score(load):
     cache = load(FIXTURES / "glm_moe_dsa", cap=1, LOOKAHEAD=1).model.experts
     for _ in range(20):

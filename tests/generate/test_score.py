@@ -2,9 +2,11 @@
 
 import json
 import shutil
+import weakref
 
 import pytest
 
+from forward.kv_cache import KvCache
 from generate.score import ScoreCounters, ScoreRequest, make_waves, score_requests, shared_length
 from settings import EMBEDDED_SNAPSHOT
 from tests.conftest import FIXTURES, ORACLES, read_json, reference
@@ -160,6 +162,22 @@ def test_a_group_that_does_not_fit_is_split(load, monkeypatch):
         assert rows == [40, *parts]
         for i, score in scores.items():
             assert score.logprob == pytest.approx(expected[i].logprob, abs=1e-4)
+
+
+def test_the_clones_of_one_batch_end_before_those_of_the_next_begin(load, monkeypatch):
+    """Two batches of clones were held at once, twice the positions that memory was planned for."""
+    model, clone, clones, held = load(EMBEDDED_SNAPSHOT).model, KvCache.clone, [], []
+
+    def counted(kv, capacity):
+        clones.append(weakref.ref(new := clone(kv, capacity)))
+        held.append(sum(live.capacity for each in clones if (live := each())))
+        return new
+
+    monkeypatch.setattr(KvCache, "clone", counted)
+    requests = [ScoreRequest(tuple(range(5, 15)), tuple(range(20 + i, 26 + i))) for i in range(12)]
+    scores = dict(score_requests(model, requests, 3 * 15))
+    assert len(clones) == 8 and max(held) == 2 * 15  # beside the context's own
+    assert scores == dict(score_requests(model, requests, 999))
 
 
 def test_one_pass_over_the_experts_serves_many_requests(load, monkeypatch):
