@@ -53,7 +53,7 @@ IGNORED = (
 )
 
 USAGE = """\
-usage: [SNAP=folder] MODE python colibri.py [cap] [expert_bits] [dense_bits] [--tools]
+usage: [SNAP=folder or .gguf] MODE python colibri.py [cap] [expert_bits] [dense_bits] [--tools]
 
   PROMPT="Once upon a time"   generate text; CHAT=1 puts it in the chat template
   CHAT=1                      chat in the terminal

@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # disk.py imports this file
 
 MODES = ("direct", "buffered")  # O_DIRECT, or through the page cache
 TOLERANCE = 0.95  # of the best speed counts as the best
+GGUF_START_BYTES = 1 << 16  # of a GGUF that are compared with those of its mirror
 CACHED_SHARE = 0.5  # of an expert in the page cache, from which on it is read from there
 FULL_FACTOR = 2  # a drive with as many reads in flight as it should have counts as that much slower
 
@@ -227,8 +228,10 @@ def check_mirror(mirror: Path, paths: Iterable[Path]) -> None:
 
 
 def size_and_header(path: Path) -> tuple[int, bytes, bytes]:
-    """Size and header of a safetensors file. The header's length was checked in the snapshot, not in a mirror."""
+    """Size and header of a safetensors file, or start of a GGUF. The header's length was checked in the snapshot alone,
+    not in a mirror."""
     with open(open_file(path), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         field = file.read(8)
-        return size, field, file.read(min(int.from_bytes(field, "little"), size))
+        length = GGUF_START_BYTES if field.startswith(b"GGUF") else int.from_bytes(field, "little")
+        return size, field, file.read(min(length, size))

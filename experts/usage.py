@@ -28,7 +28,7 @@ from experts.policy import REMEMBERED, ExpertKey
 from experts.route_trace import is_list_of_counts
 from machine.files import save_text
 from snapshot.dense import DenseTensors
-from snapshot.reader import open_file, parse_json_object, read_file
+from snapshot.reader import open_file, parse_json_object
 
 VERSION = 1
 ROUTER_BYTES = 1 << 16  # enough of a router to tell two trainings of one architecture apart
@@ -53,7 +53,7 @@ class UsageHistory:
         """opened: an OpenedSnapshot (of load/); cache: the user's cache folder, which need not exist. Refused when
         the snapshot cannot be read."""
         self.config = opened.config
-        self.c_engine_path = opened.folder / C_ENGINE_FILE
+        self.c_engine_path = opened.dense.index.folder / C_ENGINE_FILE
         self.path = cache / "usage" / f"{identify(opened)}.json"
         self.tokens = 0  # of earlier runs
         self.history: Counts = {}
@@ -102,10 +102,10 @@ class UsageHistory:
 
 
 def identify(opened: Any) -> str:
-    """16 hex digits that identify a model wherever it lies: a hash of config.json, names and sizes of the files with
-    tensors, and the start of the first router, in which alone fine-tunes of one model differ."""
+    """16 hex digits that identify a model wherever it lies: a hash of config.json, or a GGUF's metadata, of names and
+    sizes of the files with tensors, and of the start of the first router, in which alone fine-tunes differ."""
     sizes = json.dumps(sorted(file_sizes(opened.dense).items()))
-    parts: list[bytes | bytearray] = [read_file(opened.folder / "config.json"), sizes.encode()]
+    parts: list[bytes | bytearray] = [opened.dense.index.config_bytes(), sizes.encode()]
     for layer in opened.config.sparse_layers[:1]:
         name, _ = opened.dense.layer_tables(layer)["router"]["router"]
         entry = opened.dense.floats[name]

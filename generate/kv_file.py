@@ -35,7 +35,7 @@ from forward.kv_cache import KV_DTYPES, KvCache, position_bytes
 from kernels.dispatch import all_finite
 from load.model import LoadedModel
 from machine.files import atomic_write
-from snapshot.reader import open_file, parse_json_object, read_file
+from snapshot.reader import open_file, parse_json_object
 from text.prompt import shared_prefix_length
 
 VERSION = 1
@@ -294,7 +294,7 @@ def identify_weights(loaded: LoadedModel) -> tuple[str, str]:
     weights taken for the same.
     """
     sizes = file_sizes(loaded.dense)
-    shapes = short_digest(read_file(loaded.folder / "config.json"), json.dumps(sorted(sizes.items())).encode())
+    shapes = short_digest(loaded.dense.index.config_bytes(), json.dumps(sorted(sizes.items())).encode())
     paths = {entry.path for entry in loaded.dense.index.entries.values()}
     times = sorted((path.name, path.stat().st_mtime_ns) for path in paths)
     return shapes, short_digest(identify(loaded).encode(), json.dumps(times).encode())

@@ -4,7 +4,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from errors import Refused
 from experts.cache import ExpertCache
 from experts.disk import ExpertDisk
 from experts.drive_speed import remember_drives, set_up_drives
@@ -18,10 +17,8 @@ from machine.memory import MemoryGuard, available_bytes
 from machine.threads import num_threads
 from settings import Settings
 from snapshot.config import ModelConfig
-from snapshot.config_file import read_config
 from snapshot.dense import DenseTensors
-from snapshot.folder import find_snapshot
-from snapshot.index import read_index
+from snapshot.opening import folder_of, locate, read_snapshot
 from snapshot.reader import FileReader
 
 DEFAULT_CONTEXT = 4096
@@ -32,7 +29,7 @@ TOKENIZER_FACTOR = 20  # memory of the tokenizer over the size of its file, meas
 class OpenedSnapshot:
     """A snapshot whose headers are read and checked, with its memory plan; no weight is in memory yet."""
 
-    folder: Path
+    folder: Path  # of a GGUF its first file
     config: ModelConfig
     dense: DenseTensors
     disk: ExpertDisk
@@ -66,18 +63,15 @@ class LoadedModel(OpenedSnapshot):
 
 
 def snapshot_folder(settings: Settings) -> Path:
-    """The folder that SNAP names, in a hub cache by its model. Refused where it is none."""
-    folder = Path(settings.snap)
-    if not folder.is_dir():
-        raise Refused(f"SNAP={settings.snap}: no such folder; it must name a Hugging Face snapshot folder")
-    return find_snapshot(folder)
+    """The folder or the GGUF file that SNAP names. Refused where it is neither."""
+    return locate(Path(settings.snap))
 
 
 def open_snapshot(settings: Settings, kv_slots: int = 1, anywhere: bool = False) -> OpenedSnapshot:
     """Read the headers and plan the memory, with kv_slots KV caches of CTX positions. Refused for a bad snapshot, and
     for one that does not fit in memory. anywhere: for a plan alone, RAM_GB may be more than this machine has."""
     folder = snapshot_folder(settings)
-    config, family = read_config(folder)
+    config, family, index = read_snapshot(folder)
     num_active = config.num_active_experts
     config = replace(
         config,
@@ -85,12 +79,11 @@ def open_snapshot(settings: Settings, kv_slots: int = 1, anywhere: bool = False)
         expert_mass=settings.topp if settings.topp < 1 else 0.0,
         kv_dtype=settings.kv_dtype,
     )
-    index = read_index(folder)
     reader = FileReader()
     dense = DenseTensors(config, family, index, with_mtp=settings.drafts)
     disk = ExpertDisk(config, family, index, reader, (*config.sparse_layers, *dense.mtp_layers))
     if settings.snap_mirror:
-        disk.add_mirror(find_snapshot(Path(settings.snap_mirror)))
+        disk.add_mirror(folder_of(Path(settings.snap_mirror)))
     index.check_unused_files(family.layer_prefix(config.num_layers))
     context = settings.ctx or min(DEFAULT_CONTEXT, config.max_positions)
     tokenizer = folder / "tokenizer.json"

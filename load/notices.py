@@ -61,15 +61,16 @@ def format_notices(settings: Settings, dense: DenseTensors, disk: ExpertDisk) ->
 def snapshot_notices(dense: DenseTensors) -> Iterator[str]:
     """What of the snapshot is passed over, and which of two places counts where they disagree. All its tensors must
     have been looked up."""
-    if dense.index.not_read:
-        yield f"[snapshot] {dense.index.not_read}"
+    index = dense.index
+    if index.not_read:
+        yield f"[snapshot] {index.not_read}"
     yield from dense.config.notices
     if dense.tie_notice:
         yield dense.tie_notice
-    unused = dense.unused_names()
-    if unused:
-        count = f"{len(unused)} tensors have" if len(unused) > 1 else "a tensor has"
-        yield f"[snapshot] {count} no place in the model of config.json, not used: {list_names(unused)}"
+    labels = [index.label(name) for name in dense.unused_names()]
+    if labels:
+        count = f"{len(labels)} tensors have" if len(labels) > 1 else "a tensor has"
+        yield f"[snapshot] {count} no place in the model of {index.config_name}, not used: {list_names(labels)}"
 
 
 def run_notices(settings: Settings, dense: DenseTensors, plan: MemoryPlan) -> Iterator[str]:

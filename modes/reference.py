@@ -6,12 +6,13 @@ from errors import Refused
 from load.model import OpenedSnapshot, snapshot_folder
 from machine.fields import FieldReader
 from settings import Settings
+from snapshot.opening import folder_of
 from snapshot.reader import read_json_object
 
 
 def reference_path(settings: Settings) -> Path:
-    """REF, by default ref_glm.json of the snapshot."""
-    return Path(settings.ref) if settings.ref else snapshot_folder(settings) / "ref_glm.json"
+    """REF, by default ref_glm.json of the snapshot, beside a GGUF."""
+    return Path(settings.ref) if settings.ref else folder_of(snapshot_folder(settings)) / "ref_glm.json"
 
 
 def read_reference(settings: Settings, opened: OpenedSnapshot, *keys: str) -> list[list[int]]:

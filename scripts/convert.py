@@ -296,6 +296,8 @@ def run(args: argparse.Namespace, options: ConversionOptions) -> int:
         raise Refused(f"{args.out}: is SRC itself, which is never written; name another folder")
     set_up_terminal(terminal_is_dumb())
     started = time.monotonic()
+    if args.source.is_file():
+        raise Refused(f"{args.source}: is a file; a GGUF runs as it is (SNAP), it is not converted yet")
     conversion = Conversion(find_snapshot(args.source), options)
     for line in snapshot_notices(conversion.dense):
         say(line)

@@ -17,6 +17,7 @@ from machine.arena import Arena, align_to_line
 from snapshot.config import ModelConfig
 from snapshot.family import Family, TensorTable
 from snapshot.formats import StoredWeight, find_stored_weight
+from snapshot.fused import has_fused_experts
 from snapshot.index import TensorEntry, TensorIndex
 from snapshot.reader import FileReader
 from snapshot.weights import ModelWeights, MtpWeights, bind_layer
@@ -82,23 +83,25 @@ class DenseTensors:
         if not self.index.has_layer(family.layer_prefix(layer)):
             return "the snapshot has no multi-token-prediction layer"
         tables = [table for part, table in self.layer_tables(layer).items() if part != "mtp_own"]
-        if not all(name in self.index for name, _ in family.fused_expert_tensors(c, layer).values()):
+        if not has_fused_experts(self.index, c, family, layer):
             tables += [family.expert_tensors(c, layer, i) for i in range(c.num_experts)]
         missing = [name for table in tables for name, _ in table.values() if name not in self.index]
-        return f"tensor {missing[0]} of the multi-token-prediction layer is missing" if missing else None
+        return (
+            f"tensor {self.index.label(missing[0])} of the multi-token-prediction layer is missing" if missing else None
+        )
 
     def check_layers(self) -> None:
         """Refuse a missing layer, and layers beyond those of config.json; one, the MTP layer, may follow."""
         index, family, num_layers = self.index, self.family, self.config.num_layers
-        asked = f"config.json asks for {num_layers} layers"
+        asked = f"{index.config_name} asks for {num_layers} layers"
         for layer in range(num_layers):
             if not index.has_layer(family.layer_prefix(layer)):
                 name = family.attention_tensors(self.config, layer)["input_norm"][0]
-                raise index.incomplete(f"layer {layer} has no tensors, {name} for one; {asked}")
+                raise index.incomplete(f"layer {layer} has no tensors, {index.label(name)} for one; {asked}")
         has_mtp = self.config.num_mtp_layers or family.mtp_projection(num_layers) in index
         for layer in (num_layers + 1,) if has_mtp else (num_layers, num_layers + 1):
             if index.has_layer(family.layer_prefix(layer)):
-                raise Refused(f"{index.folder}: holds tensors of layer {layer}, {asked}")
+                raise Refused(f"{index.subject}: holds tensors of layer {layer}, {asked}")
 
     def find_indexer(self) -> bool:
         """True if the DSA indexer is there. A container without any runs dense attention; part of one is refused."""
@@ -106,7 +109,7 @@ class DenseTensors:
         names = [name for i in full for name, _ in self.family.indexer_tensors(self.config, i).values()]
         missing = [name for name in names if name not in self.index]
         if missing and len(missing) < len(names):
-            raise self.index.incomplete(f"the indexer is incomplete, tensor {missing[0]} is missing")
+            raise self.index.incomplete(f"the indexer is incomplete, tensor {self.index.label(missing[0])} is missing")
         return bool(names) and not missing
 
     def layer_tables(self, layer: int) -> dict[str, TensorTable]:
@@ -220,11 +223,23 @@ def read_float_tensor(reader: FileReader, entry: TensorEntry) -> Tensor:
     return read_entry_bytes(reader, entry).view(DTYPES[entry.dtype]).view(entry.shape)
 
 
+def read_kv_parts(reader: FileReader, stored: StoredWeight, buffer: Tensor) -> None:
+    """kv_b from its two tensors, weight rows as it has them in one: for each head those of keys, then of values."""
+    assert stored.kv_parts is not None and stored.format.dtype is not None
+    keys, values = (read_float_tensor(reader, entry) for entry in stored.kv_parts)  # [H, L, N], [H, V, L]
+    rows = torch.cat([keys.transpose(1, 2), values], dim=1).flatten(0, 1)  # [H * (N + V), L]
+    rows = rows[stored.first_row :][: stored.rows]
+    buffer.view(stored.format.dtype).view(rows.shape).copy_(rows)
+
+
 def read_stored_weight(
     reader: FileReader, stored: StoredWeight, buffer: Tensor | None = None, exact: bool = False
 ) -> Weight:
     """A matrix as stored -> Weight in `buffer` (uint8), or in memory of its own."""
     buffer = torch.empty(stored.num_bytes, dtype=torch.uint8) if buffer is None else buffer
+    if stored.kv_parts:
+        read_kv_parts(reader, stored, buffer)
+        return view_weight(buffer, stored.format, stored.rows, stored.columns, 0, exact=exact)
     # Scales first: behind data of any length they could be misaligned for their dtype.
     at, scale_dtype = 0, torch.float32
     for entry in reversed(stored.entries):

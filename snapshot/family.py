@@ -109,6 +109,9 @@ class Family:
         """Biases of all experts of a layer; they stay in memory."""
         prefix, E = self.layer_prefix(layer) + "mlp.experts.", c.num_experts
         gate_up, down = (E, 2 * c.moe_intermediate_size), (E, c.hidden_size)
+        if not self.is_gate_up_interleaved:
+            shapes = {"gate": (E, c.moe_intermediate_size), "up": (E, c.moe_intermediate_size), "down": down}
+            return {word: (f"{prefix}{word}_proj_bias", shape) for word, shape in shapes.items()}
         return {"gate_up": (prefix + "gate_up_proj_bias", gate_up), "down": (prefix + "down_proj_bias", down)}
 
     def fused_expert_tensors(self, c: ModelConfig, layer: int) -> TensorTable:
@@ -117,6 +120,13 @@ class Family:
         E, D, W = c.num_experts, c.hidden_size, c.moe_intermediate_size
         gate_up, down = ((E, D, 2 * W), (E, W, D)) if self.is_gate_up_interleaved else ((E, 2 * W, D), (E, D, W))
         return {"gate_up": (prefix + "gate_up_proj", gate_up), "down": (prefix + "down_proj", down)}
+
+    def stacked_expert_tensors(self, c: ModelConfig, layer: int) -> TensorTable:
+        """All experts of a layer in three tensors, as a GGUF has them."""
+        prefix = self.layer_prefix(layer) + "mlp.experts."
+        E, D, W = c.num_experts, c.hidden_size, c.moe_intermediate_size
+        shapes = {"gate": (E, W, D), "up": (E, W, D), "down": (E, D, W)}
+        return {word: (f"{prefix}{word}_proj", shape) for word, shape in shapes.items()}
 
     def mxfp4_expert_tensors(self, c: ModelConfig, layer: int) -> TensorTable:
         """Fused experts in MXFP4, as gpt-oss publishes them: blocks of 32 columns with a scale each."""

@@ -1,6 +1,7 @@
 """The folder of a snapshot: the one that SNAP means in a Hugging Face hub cache, and the files in it that are ours."""
 
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -40,7 +41,9 @@ def no_weights(folder: Path) -> Refused:
     """The error for a folder without *.safetensors: it names a model of another form that is there instead."""
     others = [path.name for path in own_files(folder, *OTHER_MODELS)]
     but = f" but {list_names(others)}, which this engine does not read" if others else ""
-    return Refused(f"{folder}: holds no *.safetensors{but}; SNAP must name a Hugging Face snapshot folder")
+    return Refused(
+        f"{folder}: holds no *.safetensors and no GGUF model{but}; SNAP must name a snapshot folder or a GGUF file"
+    )
 
 
 def find_snapshot(folder: Path) -> Path:
@@ -74,6 +77,9 @@ def read_main(root: Path) -> str | None:
 
 
 def snapshot_name(folder: Path) -> str:
-    """The name of a model: that of its folder, and in a hub cache, where that is a revision, the model's own."""
+    """The name of a model: that of its folder, in a hub cache, where that is a revision, the model's own, and of a GGUF
+    that of its file, without the number of a shard."""
+    if folder.suffix == ".gguf":
+        return re.sub(r"-[0-9]{5}-of-[0-9]{5}$", "", folder.stem)
     entry = folder.parents[1].name if folder.parent.name == SNAPSHOTS else ""
     return entry.split("--")[-1] if entry.startswith(CACHE_PREFIX) else folder.name

@@ -5,6 +5,7 @@ A matrix X is stored as
     X of dtype BF16, F16 or F32                      as published
     X of dtype F8_E4M3 with X_scale_inv              FP8 checkpoints, blocks of 128 x 128
     X of dtype U8 with X.qs                          containers; X is flat, config.json gives [out, in]
+    kv_b in two tensors                              GGUF (TensorIndex.kv_parts), put together when it is read
 
 or inside a larger tensor (snapshot/fused.py).
 
@@ -44,19 +45,27 @@ class StoredWeight:
     data: TensorEntry
     scales: TensorEntry | None = None
     selection: RowSelection | None = None
+    kv_parts: tuple[TensorEntry, TensorEntry] | None = None  # the two tensors of kv_b; `data` is the first
+    first_row: int = 0  # of the rows of kv_parts
 
     @property
     def entries(self) -> tuple[TensorEntry, ...]:
         """Data, then scales if there are any."""
+        if self.kv_parts:
+            return self.kv_parts
         return (self.data,) if self.scales is None else (self.data, self.scales)
 
     @property
     def num_bytes(self) -> int:
         """Bytes in the files, and in memory if kept as stored."""
+        if self.kv_parts:
+            return self.format.num_bytes(self.rows, self.columns)
         return sum(entry.num_bytes for entry in self.entries)
 
     def slice_rows(self, start: int, stop: int) -> "StoredWeight":
         """Weight rows start .. stop; of an FP8 matrix start must begin a block."""
+        if self.kv_parts:
+            return replace(self, rows=stop - start, first_row=self.first_row + start)
         if self.selection:
             return replace(self, rows=stop - start, selection=self.selection.skip(start))
         scales, rows = self.scales, stop - start
@@ -78,6 +87,11 @@ def slice_bytes(entry: TensorEntry, start: int, num_bytes: int) -> TensorEntry:
 def find_stored_weight(index: TensorIndex, name: str, shape: tuple[int, ...]) -> StoredWeight:
     """The matrix `name` of `shape` [out, in] in whatever format it is stored. Refused if none fits."""
     rows, columns = shape
+    if name in index.kv_parts:
+        keys, values = index.kv_parts[name]
+        fmt = entry_format(index, keys)
+        fmt = fmt if entry_format(index, values) is fmt else FLOATS["F32"]
+        return StoredWeight(name, fmt, rows, columns, keys, kv_parts=(keys, values))
     if name + SCALES in index:
         return find_packed_weight(index, name, rows, columns)
     dtype = index.find_entry(name).dtype
@@ -87,6 +101,14 @@ def find_stored_weight(index: TensorIndex, name: str, shape: tuple[int, ...]) ->
         return find_fp8_weight(index, name, rows, columns)
     entry = index.find_checked(name, shape)
     return StoredWeight(name, FLOATS[entry.dtype], rows, columns, entry)
+
+
+def entry_format(index: TensorIndex, entry: TensorEntry) -> WeightFormat:
+    """The format of a tensor without scales beside it. Blocks of a GGUF belong here too, once kernels/formats.py has
+    them; until then they are refused by name."""
+    if entry.dtype not in FLOATS:
+        index.refuse_blocks(entry)
+    return FLOATS[entry.dtype]
 
 
 def find_fp8_weight(index: TensorIndex, name: str, rows: int, columns: int) -> StoredWeight:
@@ -111,7 +133,7 @@ def find_packed_weight(index: TensorIndex, name: str, rows: int, columns: int) -
     data, scales = index.find_entry(name), index.find_entry(name + SCALES)
 
     def refuse(problem: str) -> NoReturn:
-        raise Refused(f"{data.path}: tensor {name} {problem}; config.json asks for {rows} x {columns} weights")
+        raise Refused(f"{data.path}: tensor {name} {problem}; {index.config_name} asks for {rows} x {columns} weights")
 
     if data.dtype not in ("U8", "I8"):
         refuse(f"has scales {name + SCALES} but dtype {shorten(data.dtype)}, expected U8")

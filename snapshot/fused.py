@@ -2,6 +2,7 @@
 
 gate_up_proj [E, 2 W, D], down_proj [E, D, W]         gate rows before up rows
 gate_up_proj [E, D, 2 W], down_proj [E, W, D]         gpt_oss: [in, out], gate and up columns alternate
+gate_proj, up_proj [E, W, D], down_proj [E, D, W]     GGUF: gate and up apart
 gate_up_proj_blocks [E, 2 W, D / 32, 16], _scales [E, 2 W, D / 32], the same of down_proj
                                                       gpt_oss as published: MXFP4, gate and up rows alternate
 
@@ -14,7 +15,7 @@ from errors import Refused
 from kernels.formats import FLOATS, MXFP4
 from kernels.weight import RowSelection
 from snapshot.config import ModelConfig
-from snapshot.family import Family
+from snapshot.family import Family, TensorTable
 from snapshot.formats import StoredWeight, slice_bytes
 from snapshot.index import TensorEntry, TensorIndex
 
@@ -23,20 +24,30 @@ def find_fused_experts(
     config: ModelConfig, family: Family, index: TensorIndex, layer: int
 ) -> Callable[[int], list[StoredWeight]] | None:
     """-> a function expert -> [gate, up, down]; None if the experts of a layer have tensors of their own."""
-    dtypes: tuple[str, ...]
-    mxfp4, floats = family.mxfp4_expert_tensors(config, layer), family.fused_expert_tensors(config, layer)
-    if any(name in index for name, _ in mxfp4.values()):
-        table, dtypes = mxfp4, ("U8",)
-    elif any(name in index for name, _ in floats.values()):
-        table, dtypes = floats, tuple(FLOATS)
-    else:
+    table = find_table(index, config, family, layer)
+    if not table:
         return None
+    dtypes = ("U8",) if "down_scales" in table else tuple(FLOATS)
     for expert in range(config.num_experts):
         single = family.expert_tensors(config, layer, expert)["gate"][0]
         if single in index:
-            raise Refused(f"{index.folder}: layer {layer} has its experts twice, as {single} and fused")
+            raise Refused(f"{index.subject}: layer {layer} has its experts twice, as {index.label(single)} and fused")
     entries = {word: index.find_checked(name, shape, dtypes) for word, (name, shape) in table.items()}
     return lambda expert: split_expert(config, family, entries, expert)
+
+
+def find_table(index: TensorIndex, config: ModelConfig, family: Family, layer: int) -> TensorTable:
+    """The tensors that hold all experts of a layer, of which one at least is there; empty if there are none."""
+    mxfp4, floats = family.mxfp4_expert_tensors(config, layer), family.fused_expert_tensors(config, layer)
+    stacked = family.stacked_expert_tensors(config, layer)
+    tables = [mxfp4, stacked if stacked["gate"][0] in index or stacked["up"][0] in index else floats]
+    return next((table for table in tables if any(name in index for name, _ in table.values())), {})
+
+
+def has_fused_experts(index: TensorIndex, config: ModelConfig, family: Family, layer: int) -> bool:
+    """True if tensors that hold all experts of a layer are there, all of them."""
+    table = find_table(index, config, family, layer)
+    return bool(table) and all(name in index for name, _ in table.values())
 
 
 def split_expert(
@@ -48,6 +59,9 @@ def split_expert(
     for word, entry in entries.items():  # [E, ...]
         num_bytes = entry.num_bytes // config.num_experts
         sliced[word] = slice_bytes(entry, expert * num_bytes, num_bytes)
+    if "gate" in sliced:
+        shapes = {"gate": (W, D), "up": (W, D), "down": (D, W)}
+        return [StoredWeight(e.name, FLOATS[e.dtype], *shapes[word], e) for word, e in sliced.items()]
     gate_up, down = sliced["gate_up"], sliced["down"]
     is_float = "down_scales" not in sliced  # else MXFP4
     fmt, down_fmt = (FLOATS[entry.dtype] if is_float else MXFP4 for entry in (gate_up, down))

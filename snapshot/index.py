@@ -9,14 +9,14 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 from errors import Refused, shorten, show
 from kernels.formats import DTYPES
 from machine.fields import to_text
 from snapshot.folder import list_names, no_weights, own_files
 from snapshot.foreign import ADVICE, describe_quantized
-from snapshot.reader import open_checked, parse_json_object, read_json_object
+from snapshot.reader import open_checked, parse_json_object, read_file, read_json_object
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -44,7 +44,8 @@ class TensorEntry:
 
     @property
     def item_bytes(self) -> int:
-        return ITEM_BYTES[self.dtype]
+        """Bytes that the tensor must be aligned to in memory; blocks of a GGUF need none."""
+        return ITEM_BYTES.get(self.dtype, 1)
 
 
 @dataclass
@@ -59,12 +60,28 @@ class TensorIndex:
     unlisted: tuple[Path, ...]  # files that are read, but named neither by an index file nor by a rule
     not_read: str = ""  # files that are not read, and why, a line for the user
     used_names: set[str] = field(default_factory=set)  # tensors that were looked up
+    # kv_b where it is split into keys, transposed, and values, by the name that it has in one tensor
+    kv_parts: dict[str, tuple[TensorEntry, TensorEntry]] = field(default_factory=dict)
+    config_name: ClassVar[str] = "config.json"  # what says how the tensors must be
 
     def __post_init__(self) -> None:
         self.layer_prefixes = {".".join(name.split(".")[:3]) + "." for name in self.entries}
 
     def __contains__(self, name: str) -> bool:
-        return name in self.entries
+        return name in self.entries or name in self.kv_parts
+
+    @property
+    def subject(self) -> Path:
+        """What messages begin with: the folder, or the file that a model is."""
+        return self.folder
+
+    def label(self, name: str) -> str:
+        """A tensor's name in messages."""
+        return name
+
+    def config_bytes(self) -> bytes:
+        """What says how the tensors must be, to tell models apart."""
+        return read_file(self.folder / "config.json")
 
     def has_layer(self, prefix: str) -> bool:
         """True if any tensor of a layer is there; `prefix` as from Family.layer_prefix."""
@@ -81,30 +98,35 @@ class TensorIndex:
         entry = self.entries.get(name)
         if entry is None:
             self.refuse_quantized(name)
-            raise self.incomplete(f"tensor {name} is missing")
+            raise self.incomplete(f"tensor {self.label(name)} is missing")
         self.used_names.add(name)
         return entry
 
     def refuse_quantized(self, name: str) -> None:
         """Refuse a matrix that other tensors beside it show to be quantized in a way that this engine does not read."""
         if problem := describe_quantized(self.entries, name):
-            raise Refused(f"{self.folder}: tensor {name} is {problem}; {ADVICE}")
+            raise Refused(f"{self.subject}: tensor {name} is {problem}; {ADVICE}")
+
+    def refuse_blocks(self, entry: TensorEntry) -> None:
+        """Refuse a tensor of a block type that no kernel computes with; a GGUF may have them."""
 
     def find_checked(self, name: str, shape: Sequence[int], dtypes: Sequence[str] = tuple(DTYPES)) -> TensorEntry:
         """The entry of a tensor of this shape and one of these dtypes; refuses others and a missing name."""
         entry = self.find_entry(name)
         if entry.dtype not in dtypes:
+            self.refuse_blocks(entry)
             dtype = shorten(entry.dtype)
-            raise Refused(f"{entry.path}: tensor {name} has dtype {dtype}, expected {', '.join(dtypes)}")
+            raise Refused(f"{entry.path}: tensor {self.label(name)} has dtype {dtype}, expected {', '.join(dtypes)}")
         if entry.shape != tuple(shape):
             found = show(list(entry.shape))
-            raise Refused(f"{entry.path}: tensor {name} has shape {found}, config.json asks for {list(shape)}")
+            asked = f"{self.config_name} asks for {list(shape)}"
+            raise Refused(f"{entry.path}: tensor {self.label(name)} has shape {found}, {asked}")
         return entry
 
     def incomplete(self, problem: str) -> Refused:
         """The error for something missing, with what is known of the shards."""
         known = "; ".join(filter(None, (self.shards, self.not_read)))
-        return Refused(f"{self.folder}: {problem}{f' ({known})' if known else ''}; is the download complete?")
+        return Refused(f"{self.subject}: {problem}{f' ({known})' if known else ''}; is the download complete?")
 
     def check_unused_files(self, mtp_prefix: str) -> None:
         """After all look-ups, refuse a missing shard without needed tensors, and a file of another model.

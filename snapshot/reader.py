@@ -26,7 +26,7 @@ NOT_THE_FILE = {
     b"version https://git-lfs": "is a Git LFS pointer, not the file itself; run git lfs pull there, or hf download",
     b"<!doctype html": "is a web page, not the file itself; download it again, a gated model with a token",
     b"<html": "is a web page, not the file itself; download it again, a gated model with a token",
-    b"GGUF": "is a GGUF file, which this engine does not read; download the model's safetensors",
+    b"GGUF": "is a GGUF file under another name; name it *.gguf and set SNAP to it",
     b"PK\x03\x04": "is a zip archive, as torch.save writes; download the model's safetensors",
 }
 

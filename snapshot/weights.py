@@ -115,13 +115,18 @@ def bind_layer(tables: dict[str, dict[str, Any]]) -> LayerWeights:
         mlp = MlpWeights(**tables["mlp"])
     else:
         shared = MlpWeights(**tables["shared"]) if "shared" in tables else None
-        biases = split_expert_biases(**tables["expert_biases"]) if "expert_biases" in tables else None
+        biases = bind_expert_biases(**tables["expert_biases"]) if "expert_biases" in tables else None
         mlp = MoeWeights(**tables["router"], shared=shared, biases=biases)
     indexer = IndexerWeights(**tables["indexer"]) if "indexer" in tables else None
     attention = tables["attention"]
     return LayerWeights(MlaWeights(**attention) if "kv_a" in attention else GqaWeights(**attention), indexer, mlp)
 
 
-def split_expert_biases(gate_up: Tensor, down: Tensor) -> ExpertBiases:
-    """gate_up [experts, 2 * width] with gate and up alternating -> ExpertBiases."""
-    return ExpertBiases(gate_up[:, 0::2].contiguous(), gate_up[:, 1::2].contiguous(), down)
+def bind_expert_biases(
+    down: Tensor, gate_up: Tensor | None = None, gate: Tensor | None = None, up: Tensor | None = None
+) -> ExpertBiases:
+    """gate and up [experts, width], or gate_up [experts, 2 * width] in which they alternate -> ExpertBiases."""
+    if gate_up is not None:
+        gate, up = gate_up[:, 0::2].contiguous(), gate_up[:, 1::2].contiguous()
+    assert gate is not None and up is not None
+    return ExpertBiases(gate, up, down)

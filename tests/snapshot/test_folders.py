@@ -109,10 +109,10 @@ def test_a_lora_adapter_is_named(folder):
     refused(folder, "adapter_config.json: the folder holds a LoRA adapter, which this engine does not apply; merge it")
 
 
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "model-Q4_K_M.gguf", "model.safetensors.partial"])
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "mmproj-BF16.gguf", "model.safetensors.partial"])
 def test_a_model_in_another_form_is_named(folder, name):
     (folder / "model.safetensors").rename(folder / name)
-    refused(folder, f"holds no *.safetensors but {name}, which this engine does not read")
+    refused(folder, f"holds no *.safetensors and no GGUF model but {name}, which this engine does not read")
 
 
 # --- something else under the name of a file --------------------------------------------------------------------------
@@ -121,7 +121,7 @@ POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"a" * 64
 OTHERS = {
     POINTER: "is a Git LFS pointer, not the file itself; run git lfs pull there, or hf download",
     b"<!DOCTYPE html><html>": "is a web page, not the file itself",
-    b"GGUF\3\0\0\0": "is a GGUF file, which this engine does not read",
+    b"GGUF\3\0\0\0": "is a GGUF file under another name; name it *.gguf and set SNAP to it",
     b"PK\3\4": "is a zip archive",
 }
 
