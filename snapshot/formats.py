@@ -99,12 +99,12 @@ def find_stored_weight(index: TensorIndex, name: str, shape: tuple[int, ...]) ->
         index.refuse_quantized(name)
     if dtype == "F8_E4M3":
         return find_fp8_weight(index, name, rows, columns)
-    entry = index.find_checked(name, shape)
-    return StoredWeight(name, FLOATS[entry.dtype], rows, columns, entry)
+    entry = index.find_checked(name, shape, index.matrix_dtypes)
+    return StoredWeight(name, entry_format(index, entry), rows, columns, entry)
 
 
 def entry_format(index: TensorIndex, entry: TensorEntry) -> WeightFormat:
-    """The format of a tensor without scales beside it. Blocks of a GGUF belong here too, once kernels/formats.py has
+    """The format of a matrix without scales beside it. Blocks of a GGUF get theirs here once kernels/formats.py has
     them; until then they are refused by name."""
     if entry.dtype not in FLOATS:
         index.refuse_blocks(entry)

@@ -12,11 +12,11 @@ E experts, W expert width, D model width.
 from collections.abc import Callable
 
 from errors import Refused
-from kernels.formats import FLOATS, MXFP4
+from kernels.formats import MXFP4, WeightFormat
 from kernels.weight import RowSelection
 from snapshot.config import ModelConfig
 from snapshot.family import Family, TensorTable
-from snapshot.formats import StoredWeight, slice_bytes
+from snapshot.formats import StoredWeight, entry_format, slice_bytes
 from snapshot.index import TensorEntry, TensorIndex
 
 
@@ -27,13 +27,14 @@ def find_fused_experts(
     table = find_table(index, config, family, layer)
     if not table:
         return None
-    dtypes = ("U8",) if "down_scales" in table else tuple(FLOATS)
+    dtypes = ("U8",) if "down_scales" in table else index.matrix_dtypes
     for expert in range(config.num_experts):
         single = family.expert_tensors(config, layer, expert)["gate"][0]
         if single in index:
             raise Refused(f"{index.subject}: layer {layer} has its experts twice, as {index.label(single)} and fused")
     entries = {word: index.find_checked(name, shape, dtypes) for word, (name, shape) in table.items()}
-    return lambda expert: split_expert(config, family, entries, expert)
+    formats = {word: MXFP4 if dtypes == ("U8",) else entry_format(index, entry) for word, entry in entries.items()}
+    return lambda expert: split_expert(config, family, entries, formats, expert)
 
 
 def find_table(index: TensorIndex, config: ModelConfig, family: Family, layer: int) -> TensorTable:
@@ -51,9 +52,13 @@ def has_fused_experts(index: TensorIndex, config: ModelConfig, family: Family, l
 
 
 def split_expert(
-    config: ModelConfig, family: Family, entries: dict[str, TensorEntry], expert: int
+    config: ModelConfig,
+    family: Family,
+    entries: dict[str, TensorEntry],
+    formats: dict[str, WeightFormat],
+    expert: int,
 ) -> list[StoredWeight]:
-    """The matrices [gate, up, down] of one expert; entries: by the words of the family's table."""
+    """The matrices [gate, up, down] of one expert; entries and formats: by the words of the family's table."""
     W, D = config.moe_intermediate_size, config.hidden_size
     sliced = {}
     for word, entry in entries.items():  # [E, ...]
@@ -61,10 +66,10 @@ def split_expert(
         sliced[word] = slice_bytes(entry, expert * num_bytes, num_bytes)
     if "gate" in sliced:
         shapes = {"gate": (W, D), "up": (W, D), "down": (D, W)}
-        return [StoredWeight(e.name, FLOATS[e.dtype], *shapes[word], e) for word, e in sliced.items()]
+        return [StoredWeight(e.name, formats[word], *shapes[word], e) for word, e in sliced.items()]
     gate_up, down = sliced["gate_up"], sliced["down"]
     is_float = "down_scales" not in sliced  # else MXFP4
-    fmt, down_fmt = (FLOATS[entry.dtype] if is_float else MXFP4 for entry in (gate_up, down))
+    fmt, down_fmt = formats["gate_up"], formats["down"]
     if family.is_gate_up_interleaved:
         scales, down_scales = sliced.get("gate_up_scales"), sliced.get("down_scales")
         rows = [RowSelection(i, 2, 2 * W, is_transposed=is_float) for i in (0, 1)]

@@ -95,6 +95,7 @@ class GgufIndex(TensorIndex):
     labels: dict[str, str] = field(default_factory=dict)  # name of the family -> of the file
 
     config_name: ClassVar[str] = "the metadata"
+    matrix_dtypes: ClassVar[tuple[str, ...]] = (*DTYPES, *BLOCK_TYPES)
 
     @property
     def subject(self) -> Path:
@@ -107,11 +108,9 @@ class GgufIndex(TensorIndex):
         return self.metadata_json.encode()
 
     def refuse_quantized(self, name: str) -> None:
-        if name in self.entries:
-            self.refuse_blocks(self.entries[name])
+        """Blocks hold their scales: nothing lies beside a tensor."""
 
     def refuse_blocks(self, entry: TensorEntry) -> None:
-        """The types that kernels/formats.py does not have."""
         if entry.dtype in BLOCK_TYPES:
             problem = f"is {entry.dtype}, which is not run yet"
             raise Refused(f"{entry.path}: tensor {entry.name} {problem}; take a file of the model in BF16, F16 or F32")
@@ -189,7 +188,7 @@ def add_kv_parts(index: GgufIndex, config: ModelConfig, family: Family) -> None:
             continue
         if joined in index:
             raise Refused(f"{index.subject}: layer {layer} has its kv_b twice, whole and split")
-        dtypes = (*DTYPES, *BLOCK_TYPES)
-        found = index.find_checked(keys, (H, L, N), dtypes), index.find_checked(values, (H, V, L), dtypes)
-        index.kv_parts[joined] = found
+        shapes = {keys: (H, L, N), values: (H, V, L)}
+        found = [index.find_checked(name, shape, index.matrix_dtypes) for name, shape in shapes.items()]
+        index.kv_parts[joined] = found[0], found[1]
         index.labels[joined] = found[0].name

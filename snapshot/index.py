@@ -63,6 +63,7 @@ class TensorIndex:
     # kv_b where it is split into keys, transposed, and values, by the name that it has in one tensor
     kv_parts: dict[str, tuple[TensorEntry, TensorEntry]] = field(default_factory=dict)
     config_name: ClassVar[str] = "config.json"  # what says how the tensors must be
+    matrix_dtypes: ClassVar[tuple[str, ...]] = tuple(DTYPES)  # of matrices without scales beside them
 
     def __post_init__(self) -> None:
         self.layer_prefixes = {".".join(name.split(".")[:3]) + "." for name in self.entries}

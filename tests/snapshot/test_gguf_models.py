@@ -9,6 +9,8 @@ from dataclasses import fields
 import pytest
 import safetensors.torch
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from load.model import open_snapshot
 from modes.reference import reference_path
@@ -24,7 +26,7 @@ from snapshot.reader import FileReader
 from tests.conftest import FIXTURES, read_json
 from tests.support.gguf_files import Typed, write_dequantized, write_gguf
 from tests.support.gguf_models import REAL, encode, split_gguf, tensors_of, unpack_header, write_as_gguf
-from tests.support.hostile import attempt, open_headers
+from tests.support.hostile import attempt, few, open_headers
 
 WHOLE = "qwen3moe_q4_k_m"
 HEADERS = [name for name in read_json(REAL / "sizes.json") if name != "qwen35moe_ud_q4_k"]
@@ -103,6 +105,15 @@ def test_a_gguf_answers_as_its_snapshot(run_colibri, oracle_folder, tmp_path, na
     assert {f.name for f in fields(ours) if getattr(ours, f.name) != getattr(hub, f.name)} <= free
     process = run_colibri(SNAP=path, REF=folder / "ref_glm.json")
     assert process.stdout.decode().endswith(EQUAL), process.stderr
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss", "glm4_moe"])
+def test_scores_are_equal_to_the_last_bit(run_colibri, tmp_path, name):
+    """Log-likelihoods of token ids: every weight is the one of the snapshot."""
+    path = write_as_gguf(FIXTURES / name, tmp_path / "model.gguf")
+    (tmp_path / "ids.txt").write_text("3 9 1 2 3 4 5 6 7 8 9 10 11 12\n1 2 300 301 302\n")
+    hub, ours = (run_colibri(SNAP=snap, SCORE=tmp_path / "ids.txt").stdout for snap in (FIXTURES / name, path))
+    assert len(hub.splitlines()) == 2 and ours == hub
 
 
 def test_deepseek_v32_answers_as_its_snapshot(run_colibri, tmp_path):
@@ -516,6 +527,23 @@ def test_any_value_of_any_key_is_read_or_refused(changed, name):
                 path.with_name("odd.gguf"), metadata, tensors | encode({"token_embd.weight": torch.zeros(512, 1)})
             )
             attempt(lambda: parse_config(read_model(path.with_name("odd.gguf"))))
+
+
+@few
+@given(st.data())
+def test_any_file_is_opened_or_refused(tmp_path, data):
+    """Bytes changed anywhere before the tensors' data: one line, or a model that fits its tensors."""
+    path = tmp_path / "model.gguf"
+    if not path.exists():
+        write_as_gguf(FIXTURES / "olmoe", path)
+        (tmp_path / "whole").write_bytes(path.read_bytes())
+    changed = bytearray((tmp_path / "whole").read_bytes())
+    for _ in range(data.draw(st.integers(1, 2))):
+        at = data.draw(st.integers(4, 4000))
+        new = data.draw(st.sampled_from([b"\xff", b"\x00", b"\x01", b"\xff" * 8, bytes(8)]))
+        changed[at : at + len(new)] = new
+    path.write_bytes(changed)
+    attempt(lambda: open_headers(path))
 
 
 def test_a_mirror_is_compared_by_its_start(tmp_path):
