@@ -13,7 +13,7 @@ from forward.model import Model
 from kernels import dispatch
 from load.notices import format_notices, lossy_options, run_notices, snapshot_notices
 from load.plan import MemoryPlan, make_plan
-from machine.memory import MemoryGuard, available_bytes
+from machine.memory import MemoryGuard, available_bytes, share_heap
 from machine.threads import num_threads
 from settings import Settings
 from snapshot.config import ModelConfig
@@ -101,6 +101,7 @@ def load_model(settings: Settings, opened: OpenedSnapshot | None = None) -> Load
     """Load an opened snapshot (by default the one of `settings`): dense weights, and an empty expert cache."""
     opened = opened or open_snapshot(settings)
     config, plan = opened.config, opened.plan
+    share_heap()  # before the first thread starts
     trace = None
     if settings.route_trace:
         slot_bytes = max((slots.slot_bytes for slots in plan.expert_slots), default=0)

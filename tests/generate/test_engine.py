@@ -1,6 +1,8 @@
 """Engine: one prefill, N sequences in lock-step, tools with forced tokens; on our model and on scripted ones."""
 
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -15,7 +17,7 @@ from generate.sampler import Sampler
 from generate.tools.calculator import calculate
 from generate.tools.tool_state import Tool
 from settings import EMBEDDED_SNAPSHOT
-from tests.conftest import FIXTURES, read_json, reference
+from tests.conftest import FIXTURES, ROOT, read_json, reference
 
 REF, _ = reference("glm_moe_dsa")
 PROMPT = REF["greedy"]["prompt"]
@@ -270,6 +272,34 @@ def test_rows_that_the_memory_budget_does_not_hold_are_refused_with_numbers(load
     made = []
     next(engine.generate(PROMPT, num_samples=3, max_tokens=2))
     assert made == [2 * len(PROMPT) * engine.position_bytes]
+
+
+ROWS = """
+import re, sys
+from errors import Refused
+from generate.engine import Engine
+from load.model import load_model
+from machine.memory import peak_rss_bytes
+from settings import Settings
+
+loaded = load_model(Settings.read([], {"SNAP": sys.argv[1], "USAGE": "0", "RAM_GB": sys.argv[2], "CTX": "512"}))
+engine, prompt, rows = Engine(loaded.model, terminal_ids=()), list(range(5, 305)), 2000
+try:
+    next(engine.generate(prompt, rows, 60))
+except Refused as error:
+    rows = int(re.search(r"at most (\\d+) sequences", str(error))[1])
+print(rows, sum(1 for _ in engine.generate(prompt, rows, 60)), peak_rss_bytes())
+loaded.close()
+"""
+
+
+@pytest.mark.slow
+def test_rss_stays_within_the_memory_budget_with_as_many_rows_as_it_holds():
+    """200 rows held 0.447 GB where RAM_GB=0.4."""
+    command = [sys.executable, "-c", ROWS, str(EMBEDDED_SNAPSHOT), "0.4"]
+    out = subprocess.run(command, cwd=ROOT, capture_output=True, check=True, timeout=300).stdout
+    rows, steps, peak = map(int, out.split())
+    assert 20 < rows < 2000 and steps == 60 and 0.3e9 < peak < 1.05 * 0.4e9
 
 
 def test_without_a_number_of_tokens_rows_are_as_long_as_memory_holds(model):
