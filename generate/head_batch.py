@@ -33,7 +33,8 @@ class HeadBatch(Batch):
         self.drafter = NoDraft()
         self.sequences, self.counters = [], BatchCounters()
         self.max_prompt_rows = model.config.sequence_len
-        self.has_named_cache = "kv_cache" in inspect.signature(model.forward).parameters
+        parameters = inspect.signature(model.forward).parameters.values()
+        self.has_named_cache = any(p.name == "kv_cache" or p.kind == p.VAR_KEYWORD for p in parameters)
 
     @torch.inference_mode()
     def run_layers(
