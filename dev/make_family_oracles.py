@@ -4,9 +4,9 @@
     OMP_NUM_THREADS=1 python dev/make_family_oracles.py [name ...]
 
 deepseek_v3_yarn has no query latent, yarn with two mscales and rotary pairs in halves; deepseek_v32 an indexer with
-rotary pairs in halves, yarn, and expert groups; glm4_moe_lite its own defaults. Weights and ids come from fixed seeds.
-Ids are searched so that no decision is close: the next id by its margin, experts and indexer by what noise on the
-embeddings changes.
+rotary pairs in halves, yarn, and expert groups; glm4_moe_lite its own defaults; deepseek_v2 a softmax router.
+Weights and ids come from fixed seeds. Ids are searched so that no decision is close: the next id by its margin,
+experts and indexer by what noise on the embeddings changes.
 """
 
 import json
@@ -61,6 +61,12 @@ CONFIGS = {
         "architectures": ["Glm4MoeLiteForCausalLM"], "model_type": "glm4_moe_lite", "q_lora_rank": 32,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "n_group": 1, "topk_group": 1,
         "rms_norm_eps": 1e-5, "routed_scaling_factor": 1.8, "norm_topk_prob": True,
+    },
+    "deepseek_v2": COMMON | {
+        "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "q_lora_rank": None,
+        "rope_parameters": YARN | {"mscale": 0.7}, "n_group": 1, "topk_group": 1, "topk_method": "greedy",
+        "first_k_dense_replace": 1, "n_shared_experts": 2, "rms_norm_eps": 1e-6, "routed_scaling_factor": 1.5,
+        "norm_topk_prob": False, "scoring_func": "softmax",
     },
 }
 # fmt: on

@@ -29,6 +29,7 @@ NOTES = {  # fixture -> its models
     "deepseek_v3_yarn": "the same without a query latent, with yarn",
     "deepseek_v32": "DeepSeek V3.2",
     "glm4_moe_lite": "GLM-4.7-Flash",
+    "deepseek_v2": "DeepSeek V2-Lite, Coder V2-Lite",
     "gpt_oss": "gpt-oss-20b, 120b: windows, sinks, MXFP4",
 }
 HEAD = """\

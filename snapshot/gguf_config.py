@@ -20,6 +20,7 @@ EMBEDDING = "token_embd.weight"
 STOP_KEYS = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
 FLASH_LAYERS, FLASH_TOKENS = (47, 48), 154880  # of GLM-4.7-Flash, the only MLA model of GLM without indexers
 V3_EXPERTS, V3_GROUPS = 256, (8, 4)  # of DeepSeek-V3 and R1; their files before the end of 2025 do not say the groups
+V2_EXPERTS = 160  # of DeepSeek-V2, not of Lite
 LONG_CONTEXT = 1 << 20  # of GLM-5.2, whose files may not say which layers have an indexer
 LOG_MULTIPLIER = 0.1  # yarn_log_multiplier is this times mscale_all_dim
 
@@ -144,10 +145,13 @@ def add_deepseek2(m: Metadata) -> None:
     """DeepSeek-V3 and R1, Kimi-K2; GLM-4.7-Flash has the same architecture. A correction bias tells them from V2."""
     add_mla(m)
     gating = m.find("expert_gating_func", SIGMOID if m.has("exp_probs_b.bias") else SOFTMAX)
-    if gating != SIGMOID:
-        m.refuse("expert_gating_func", "is softmax, as in DeepSeek-V2, which this engine does not compute")
-    add_experts(m, SIGMOID)
-    if m.num_layers in FLASH_LAYERS and m.config["vocab_size"] == FLASH_TOKENS:
+    add_experts(m, SOFTMAX if gating == SOFTMAX else SIGMOID)
+    if gating == SOFTMAX:
+        method = "greedy" if m.config["n_group"] == 1 else "group_limited_greedy"
+        m.config |= {"model_type": "deepseek_v2", "topk_method": method}
+        if m.find("expert_group_count") is None and m.config["num_experts"] == V2_EXPERTS:
+            m.say("expert_group_count is absent: experts are chosen without groups, DeepSeek-V2 itself has 8")
+    elif m.num_layers in FLASH_LAYERS and m.config["vocab_size"] == FLASH_TOKENS:
         m.config["model_type"] = "glm4_moe_lite"
     elif m.find("expert_group_count") is None and m.config["num_experts"] == V3_EXPERTS:
         m.config["n_group"], m.config["topk_group"] = groups, active = V3_GROUPS

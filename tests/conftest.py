@@ -37,7 +37,7 @@ ORACLES = ("glm_moe_dsa", "glm_moe_dsa_dense", "glm_moe_dsa_mtp", "glm_moe_dsa_g
 # Those of the other model types.
 FAMILIES = (
     *("glm_moe_dsa_mtp", "glm_moe_dsa_fp8", "mixtral", "qwen3_moe", "olmoe", "glm4_moe"),
-    *("deepseek_v3", "deepseek_v3_yarn", "deepseek_v32", "glm4_moe_lite", "gpt_oss"),
+    *("deepseek_v3", "deepseek_v3_yarn", "deepseek_v32", "glm4_moe_lite", "deepseek_v2", "gpt_oss"),
 )
 
 

@@ -109,6 +109,7 @@ MISREAD = {  # fields of a misread config.json, on the fixture whose logits show
     "deepseek_v3_yarn": [dict(score_factor=1.0), dict(factor=1.0), dict(rope_interleaved=True)],
     "deepseek_v32": [dict(index_rope_interleaved=True), dict(index_topk=48), dict(score_factor=1.0)],
     "glm4_moe_lite": [dict(routed_scaling=1.0), dict(num_shared_experts=0)],
+    "deepseek_v2": [dict(normalize_weights=True), dict(score_factor=1.0), dict(rope_interleaved=False)],
     "gpt_oss": [
         dict(sliding_windows=(0,) * 4),
         dict(sliding_windows=(17, 0, 17, 0)),

@@ -12,7 +12,9 @@ from snapshot.config_fields import ConfigFields
 from snapshot.config_file import read_config
 from tests.conftest import FAMILIES, FIXTURES, read_json
 
-KNOWN = "deepseek_v3, deepseek_v32, glm4_moe, glm4_moe_lite, glm_moe_dsa, gpt_oss, mixtral, olmoe, qwen3_moe"
+KNOWN = (
+    "deepseek_v2, deepseek_v3, deepseek_v32, glm4_moe, glm4_moe_lite, glm_moe_dsa, gpt_oss, mixtral, olmoe, qwen3_moe"
+)
 ROPE = {"rope_type": "longrope", "rope_theta": 1e4}
 REFUSED = [
     *(
@@ -29,6 +31,8 @@ REFUSED = [
         for name in ("glm4_moe", "deepseek_v3", "deepseek_v32", "glm4_moe_lite")
     ),
     ("deepseek_v3", {"topk_method": "greedy"}, "topk_method is 'greedy', this engine computes only 'noaux_tc'"),
+    ("deepseek_v2", {"scoring_func": "sigmoid"}, "scoring_func is 'sigmoid', this engine computes only 'softmax'"),
+    ("deepseek_v2", {"n_group": 8, "topk_method": "group_limited_greedy"}, "n_group is 8 with topk_method"),
     ("olmoe", {"clip_qkv": 8.0}, "clip_qkv is 8.0, this engine computes only null"),
     ("mixtral", {"num_key_value_heads": 3}, "num_key_value_heads is 3, which does not divide 4 heads"),
     ("mixtral", {"head_dim": 15}, "head_dim is 15"),

@@ -31,7 +31,17 @@ from tests.support.hostile import attempt, few, open_headers
 WHOLE = "qwen3moe_q4_k_m"
 HEADERS = [name for name in read_json(REAL / "sizes.json") if name != "qwen35moe_ud_q4_k"]
 # Snapshots that a GGUF can hold: FP8 and MXFP4 are stored otherwise, YaRN of DeepSeek has two mscales.
-FAMILIES = ["deepseek_v3", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa_mtp", "gpt_oss", "mixtral", "olmoe", "qwen3_moe"]
+FAMILIES = [
+    "deepseek_v2",
+    "deepseek_v3",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "glm_moe_dsa_mtp",
+    "gpt_oss",
+    "mixtral",
+    "olmoe",
+    "qwen3_moe",
+]
 EQUAL = "oracle: 24/24 tokens equal\n"
 
 
@@ -373,7 +383,7 @@ def test_what_differs_by_layer_is_refused(changed):
 
 
 GATING = [
-    ("deepseek_v3", "deepseek2", 1, "expert_gating_func is softmax, as in DeepSeek-V2"),
+    ("deepseek_v3", "deepseek2", 4, "expert_gating_func is 4, this engine computes only 2"),
     ("glm4_moe", "glm4moe", 1, "expert_gating_func is 1, this engine computes only 2"),
     ("qwen3_moe", "qwen3moe", 2, "expert_gating_func is 2, this engine computes only 1"),
     ("gpt_oss", "gpt-oss", 1, "expert_gating_func is 1, this engine computes only 3"),
@@ -392,7 +402,13 @@ def test_a_missing_gating_function_of_deepseek2(changed):
     absent = {"deepseek2.expert_gating_func": None}
     assert config_of(changed("deepseek_v3", absent)).router == "sigmoid"
     layers = [f"blk.{layer}.exp_probs_b.bias" for layer in range(9)]
-    refused(changed("deepseek_v3", absent, drop=layers), "expert_gating_func is softmax, as in DeepSeek-V2")
+    absent |= {"deepseek2.expert_weights_norm": False}
+    path = changed("deepseek_v3", absent, drop=layers)
+    refused(
+        path, "deepseek2.expert_group_count is 4 with topk_method 'group_limited_greedy', this engine computes only"
+    )
+    config = config_of(changed("deepseek_v3", absent | {"deepseek2.expert_group_count": 1}, drop=layers))
+    assert (config.model_type, config.router, config.normalize_weights) == ("deepseek_v2", "softmax", False)
 
 
 def test_groups_that_a_file_of_deepseek_v3_does_not_say(changed):

@@ -19,6 +19,7 @@ ARCHITECTURES = {
     "qwen3_moe": "qwen3moe",
     "olmoe": "olmoe",
     "glm4_moe": "glm4moe",
+    "deepseek_v2": "deepseek2",
     "deepseek_v3": "deepseek2",
     "glm4_moe_lite": "deepseek2",
     "deepseek_v32": "deepseek32",
@@ -72,9 +73,9 @@ def metadata_of(folder):
         values |= {"attention.head_count_kv": c.num_kv_heads, "rope.dimension_count": c.rope_head_dim}
         if arch != "olmoe":
             values |= {"attention.key_length": c.qk_head_dim, "attention.value_length": c.v_head_dim}
-    if c.router == "sigmoid":
+    if c.router == "sigmoid" or c.model_type == "deepseek_v2":
         values |= {
-            "expert_gating_func": 2,
+            "expert_gating_func": 2 if c.router == "sigmoid" else 1,
             "expert_shared_count": c.num_shared_experts,
             "expert_weights_scale": c.routed_scaling,
             "expert_weights_norm": c.normalize_weights,
