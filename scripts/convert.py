@@ -50,9 +50,11 @@ from scripts.container import CHECKSUM, UNKNOWN, Shard, replace_checksum
 from scripts.conversion import Conversion, ConversionOptions, ConvertedMatrix, Item
 from settings import terminal_is_dumb
 from snapshot.dense import read_entry_bytes, read_stored_weight
-from snapshot.folder import find_snapshot, own_files
+from snapshot.folder import own_files
 from snapshot.formats import find_stored_weight
+from snapshot.gguf_files import is_gguf
 from snapshot.index import INDEX_FILE, TensorIndex, read_header, read_index
+from snapshot.opening import locate
 from snapshot.reader import FileReader, open_file, read_file
 from text.chat_template import named_template_files
 
@@ -288,7 +290,7 @@ def main(arguments: list[str]) -> int:
 
 
 def run(args: argparse.Namespace, options: ConversionOptions) -> int:
-    if not args.source.is_dir():
+    if not args.source.is_dir() and not is_gguf(args.source):
         raise Refused(f"{args.source}: no such folder; SRC must name a Hugging Face snapshot folder")
     if args.out.exists() and not args.out.is_dir():
         raise Refused(f"{args.out}: is a file; DST must name a folder")
@@ -296,9 +298,10 @@ def run(args: argparse.Namespace, options: ConversionOptions) -> int:
         raise Refused(f"{args.out}: is SRC itself, which is never written; name another folder")
     set_up_terminal(terminal_is_dumb())
     started = time.monotonic()
-    if args.source.is_file():
-        raise Refused(f"{args.source}: is a file; a GGUF runs as it is (SNAP), it is not converted yet")
-    conversion = Conversion(find_snapshot(args.source), options)
+    source = locate(args.source)
+    if not source.is_dir():
+        raise Refused(f"{source}: is a GGUF, which runs as it is (SNAP) and is not converted yet")
+    conversion = Conversion(source, options)
     for line in snapshot_notices(conversion.dense):
         say(line)
     try:

@@ -28,6 +28,7 @@ from snapshot.index import read_header, read_index
 from snapshot.reader import FileReader
 from tests.conftest import FIXTURES, ORACLES, ROOT, read_json, reference, write_fused
 from tests.forward.test_forward import all_logits, check, greedy
+from tests.support.gguf_models import write_as_gguf
 
 TINY = ROOT / "models" / "tiny"
 SOURCES = [name for name in ORACLES if name != "glm_moe_dsa_dense"]
@@ -559,8 +560,11 @@ def test_weights_whose_scales_do_not_fit_f16(tmp_path, factor, capsys):
 def test_bad_folders_and_a_full_disk(tmp_path, capsys, monkeypatch):
     source = FIXTURES / "glm_moe_dsa"
     (tmp_path / "file").write_text("x")
+    gguf = write_as_gguf(FIXTURES / "olmoe", tmp_path / "model.gguf")
     for arguments, message in [
         ((tmp_path / "none", tmp_path / "out"), "none: no such folder"),
+        ((tmp_path / "file", tmp_path / "out"), "file: no such folder"),
+        ((gguf, tmp_path / "out"), "model.gguf: is a GGUF, which runs as it is (SNAP) and is not converted yet"),
         ((source, tmp_path / "file"), "is a file; DST must name a folder"),
         ((source, source), "is SRC itself"),
         ((source, tmp_path / "file" / "out"), "file/out: Not a directory"),
