@@ -12,6 +12,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 
 from errors import shorten, show
+from snapshot.folder import list_names
 from snapshot.reader import read_json_object
 
 FLAGS = ("lstrip", "rstrip", "normalized", "single_word", "special")
@@ -44,9 +45,13 @@ class DeclaredTokens:
         named = {*self.special.values(), *map(content_of, more.values() if isinstance(more, dict) else ())}
         for content, token in self.added.items():
             token["special"] = bool(token.get("special")) or content in named
-            if token != before.get(content):
-                library.add_tokens([AddedToken(content, **{name: bool(token.get(name)) for name in FLAGS})])
-                token["id"] = library.token_to_id(content)
+        changed = [token for content, token in self.added.items() if token != before.get(content)]
+        # All at once: the library makes its table of added tokens anew each time.
+        library.add_tokens(
+            [AddedToken(token["content"], **{name: bool(token.get(name)) for name in FLAGS}) for token in changed]
+        )
+        for token in changed:
+            token["id"] = library.token_to_id(token["content"])
 
     def find_special(self, folder: Path, config: dict[str, Any], has_decoder: bool) -> dict[str, str]:
         """The named tokens of tokenizer_config.json and special_tokens_map.json."""
@@ -67,6 +72,7 @@ class DeclaredTokens:
 
     def merge_flags(self, decoder: dict[str, Any]) -> None:
         """Give the added tokens the flags of added_tokens_decoder, and append those that tokenizer.json lacks."""
+        found: dict[str, list[str]] = {}  # a notice -> the tokens that it is about
         for key in sorted(decoder, key=lambda key: (len(key), key)):
             value = decoder[key]
             content = content_of(value)
@@ -75,14 +81,15 @@ class DeclaredTokens:
             flags = {name: value[name] for name in FLAGS if isinstance(value.get(name), bool)}
             token = self.added.get(content)
             if token is None:
-                self.notices.append(f"[tokenizer] tokenizer_config.json adds {show(content)} to tokenizer.json")
+                found.setdefault("tokenizer_config.json adds {} to tokenizer.json", []).append(show(content))
                 self.added[content] = {"content": content, "id": None} | flags
                 continue
             flags["special"] = bool(flags.get("special") or token.get("special"))
             if changed := [name for name in flags if bool(token.get(name)) != flags[name]]:
-                files = "tokenizer_config.json counts, not of tokenizer.json"
-                self.notices.append(f"[tokenizer] {show(content)}: {', '.join(changed)} of {files}")
+                notice = f"{{}}: {', '.join(changed)} of tokenizer_config.json counts, not of tokenizer.json"
+                found.setdefault(notice, []).append(show(content))
             if key != str(token["id"]):
-                files = f"tokenizer.json ({token['id']}) counts, not of tokenizer_config.json ({shorten(key, 12)})"
-                self.notices.append(f"[tokenizer] {show(content)}: the id of {files}")
+                ids = f"{show(content)} ({token['id']}, not {shorten(key, 12)})"
+                found.setdefault("{}: the id of tokenizer.json counts, not of tokenizer_config.json", []).append(ids)
             token |= flags
+        self.notices += [f"[tokenizer] {notice.format(list_names(tokens))}" for notice, tokens in found.items()]

@@ -28,5 +28,11 @@ class StopStrings:
 
 def split_partial_match(text: str, words: Iterable[str]) -> tuple[str, str]:
     """Split off the longest end of the text that is the start of a word, but not all of it."""
-    length = max((n for word in words for n in range(1, len(word)) if text.endswith(word[:n])), default=0)
-    return text[: len(text) - length], text[len(text) - length :]
+    begin = len(text)
+    for word in words:
+        at = text.find(word[0], max(0, len(text) - len(word) + 1))
+        while at >= 0 and not word.startswith(text[at:]):
+            at = text.find(word[0], at + 1)
+        if at >= 0:
+            begin = min(begin, at)
+    return text[:begin], text[begin:]
