@@ -84,6 +84,7 @@ from snapshot.config_file import read_config
 from snapshot.folder import snapshot_name
 from text.prompt import PromptPrefix
 from text.tokenizer import TextTokenizer
+from text.tokenizer_files import has_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 PROMPT_FILES = ("LICENSE", "README.md", "CONTRIBUTING.md")
@@ -104,7 +105,7 @@ def prompt_length(args: argparse.Namespace, config: ModelConfig, settings: Setti
 
 def make_prompt(opened: OpenedSnapshot, settings: Settings, num_tokens: int) -> tuple[list[int], str]:
     """-> (ids, where they are from, in words)."""
-    if (opened.folder / "tokenizer.json").is_file():
+    if has_tokenizer(opened.folder):
         tokenizer = TextTokenizer(opened.folder, opened.config)
         files = [ROOT / name for name in PROMPT_FILES if (ROOT / name).is_file()]
         text = "\n\n".join(path.read_text(encoding="utf-8") for path in files)

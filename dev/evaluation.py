@@ -262,7 +262,7 @@ def first_token(tokenizer: TextTokenizer, opened: OpenedSnapshot) -> list[int]:
             return ids
     if stop_ids := (*tokenizer.stop_ids, *opened.config.stop_ids):
         return [stop_ids[0]]
-    raise Refused(f"{tokenizer.path.parent}: declares no bos_token and no eos_token to stand for an empty context")
+    raise Refused(f"{tokenizer.model_path}: declares no bos_token and no eos_token to stand for an empty context")
 
 
 class EvaluationProgress:

@@ -17,7 +17,7 @@ class ChatHistory:
         """Refused for a snapshot whose chat template is missing or fails."""
         if not isinstance(tokenizer.chat_template, str):
             raise Refused(
-                f"{tokenizer.path.parent}: has no chat template (chat_template.jinja), so it cannot chat; "
+                f"{tokenizer.model_path}: has no chat template (chat_template.jinja), so it cannot chat; "
                 "colibri.py continues plain text (PROMPT)"
             )
         self.tokenizer = tokenizer
@@ -33,7 +33,7 @@ class ChatHistory:
         """-> the prompt ids after which the answer comes."""
         ids = self.turns.encode(messages)
         if not ids:
-            raise Refused(f"{self.tokenizer.path.parent}: the chat template makes no token of a message")
+            raise Refused(f"{self.tokenizer.model_path}: the chat template makes no token of a message")
         return ids
 
     def add_question(self, text: str) -> list[int]:

@@ -23,6 +23,7 @@ from modes.report import RunReport
 from settings import Settings
 from text.prompt import PromptPrefix, positions_needed
 from text.tokenizer import TextTokenizer
+from text.tokenizer_files import has_tokenizer
 
 PROGRESS_SECONDS = 2.0  # between two lines about requests
 
@@ -92,8 +93,7 @@ class ScoreFileReader:
     def __init__(self, settings: Settings, opened: OpenedSnapshot) -> None:
         self.config = opened.config
         self.context = opened.context
-        has_tokenizer = (opened.folder / "tokenizer.json").exists()
-        self.tokenizer = TextTokenizer(opened.folder, self.config) if has_tokenizer else None
+        self.tokenizer = TextTokenizer(opened.folder, self.config) if has_tokenizer(opened.folder) else None
         self.prefix = PromptPrefix(self.config, self.tokenizer, settings.prefix)
         for line in self.prefix.notices:
             say(line)

@@ -5,15 +5,12 @@ tokenizer_config.json, if it is there. A token is special if either says so, or 
 special_tokens_map.json counts, before tokenizer_config.json, only where that lacks added_tokens_decoder.
 """
 
-import os
-from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
 from errors import shorten, show
 from snapshot.folder import list_names
-from snapshot.reader import read_json_object
 
 FLAGS = ("lstrip", "rstrip", "normalized", "single_word", "special")
 MAP_FILE = "special_tokens_map.json"
@@ -31,12 +28,14 @@ class DeclaredTokens:
     """special: {bos_token and the like: text}; added: the added tokens of tokenizer.json with the flags that count, and
     those that tokenizer_config.json adds; notices: where the files disagree, a line each for stderr."""
 
-    def __init__(self, folder: Path, library: Tokenizer, tokenizer: dict[str, Any], config: dict[str, Any]) -> None:
+    def __init__(
+        self, library: Tokenizer, tokenizer: dict[str, Any], config: dict[str, Any], special_map: dict[str, Any]
+    ) -> None:
         """library: the tokenizer as tokenizer.json (`tokenizer`) has it, which gets the flags and tokens of
-        tokenizer_config.json (`config`)."""
+        tokenizer_config.json (`config`). special_map: special_tokens_map.json."""
         self.notices: list[str] = []
         decoder = config.get("added_tokens_decoder")
-        self.special = self.find_special(folder, config, decoder is not None)
+        self.special = self.find_special(config, special_map, decoder is not None)
         self.added = {token["content"]: dict(token) for token in tokenizer.get("added_tokens") or []}
         before = {content: dict(token) for content, token in self.added.items()}
         if isinstance(decoder, dict):
@@ -53,11 +52,9 @@ class DeclaredTokens:
         for token in changed:
             token["id"] = library.token_to_id(token["content"])
 
-    def find_special(self, folder: Path, config: dict[str, Any], has_decoder: bool) -> dict[str, str]:
+    def find_special(self, config: dict[str, Any], mapped: dict[str, Any], has_decoder: bool) -> dict[str, str]:
         """The named tokens of tokenizer_config.json and special_tokens_map.json."""
         tokens = {name: content_of(value) for name, value in config.items() if name.endswith("_token")}
-        path = folder / MAP_FILE
-        mapped = read_json_object(path) if os.path.lexists(path) else {}
         for name, value in mapped.items():
             content = content_of(value)
             if not name.endswith("_token") or content is None:

@@ -6,7 +6,6 @@ messages and tools are encoded as plain text: only the template can write contro
 
 import itertools
 import json
-import os
 import re
 import secrets
 import threading
@@ -22,40 +21,36 @@ from tokenizers.pre_tokenizers import Metaspace
 from errors import Refused, printable, reason, shorten, show
 from snapshot.config import ModelConfig
 from snapshot.folder import list_names
-from snapshot.reader import parse_json_object, read_file, read_json_object
 from text.answer_tags import hidden_tokens
 from text.chat_answers import AnswerMessage, encode_with_answers
-from text.chat_template import ChatTemplate, Message, read_templates
+from text.chat_template import ChatTemplate, Message
 from text.declared_tokens import DeclaredTokens
 from text.detokenizer import Detokenizer
+from text.gguf_tokenizer import read_gguf_tokenizer
+from text.tokenizer_files import read_tokenizer_folder
 
 END_OF_TEXT = "<|endoftext|>"
 
 
 class TextTokenizer:
-    """tokenizer.json of a snapshot, with tokenizer_config.json and chat_template.jinja if there are any."""
+    """The tokenizer of a snapshot: tokenizer.json of a folder, with tokenizer_config.json and chat_template.jinja if
+    there are any, or the metadata of a GGUF."""
 
-    def __init__(self, folder: Path, config: ModelConfig):
-        self.path = folder / "tokenizer.json"
-        data = read_file(self.path, "text needs the snapshot's tokenizer")
-        declared = parse_json_object(data, f"{self.path}:")  # as in the file: the library renumbers added tokens
+    def __init__(self, snapshot: Path, config: ModelConfig):
+        files = read_gguf_tokenizer(snapshot) if snapshot.is_file() else read_tokenizer_folder(snapshot)
+        self.path, self.model_path, declared = files.path, files.model, files.tokenizer
         with refusing(self.path, "is not a tokenizer"):
-            self.tokenizer = Tokenizer.from_buffer(data)
+            self.tokenizer = Tokenizer.from_buffer(files.data)
         # Truncation and padding of the training run must not apply to prompts.
         self.tokenizer.no_truncation()
         self.tokenizer.no_padding()
         self.check_vocabulary(declared, config.vocab_size)
-        extra = folder / "tokenizer_config.json"
-        # lexists: a dangling link is a broken download, not an absent file.
-        self.tokenizer_config: dict[str, Any] = read_json_object(extra) if os.path.lexists(extra) else {}
         with refusing(self.path, "cannot add the tokens of tokenizer_config.json"):
-            self.declared = DeclaredTokens(folder, self.tokenizer, declared, self.tokenizer_config)
-        self.notices = list(self.declared.notices)  # where files disagree, a line each for stderr
+            self.declared = DeclaredTokens(self.tokenizer, declared, files.config, files.special_map)
+        self.notices = [*self.declared.notices, *files.notices]  # where files disagree, a line each for stderr
         self.unusable = self.find_unusable(config.vocab_size)
-        self.chat_templates = read_templates(folder, self.tokenizer_config.get("chat_template"))
-        inline, used = self.tokenizer_config.get("chat_template"), self.chat_templates.get("default", "")
-        if isinstance(inline, str) and inline.strip() != used.strip():
-            self.notices.append("[tokenizer] chat_template.jinja counts, not chat_template of tokenizer_config.json")
+        self.chat_templates = files.templates
+        self.stop_tokens = files.stop_tokens
         self.compiled_templates: dict[str, ChatTemplate] = {}
         self.lock = threading.Lock()  # encode_part changes the tokenizer for a moment
         self.space_makers = find_space_makers(self.tokenizer)
@@ -70,7 +65,7 @@ class TextTokenizer:
 
     def check_vocabulary(self, declared: dict[str, Any], vocab_size: int) -> None:
         """Every piece must be a row of the model. There may be holes, and the library renumbers added tokens."""
-        mismatch = f"config.json a vocab_size of {vocab_size}; they belong to different models"
+        mismatch = f"the model a vocabulary of {vocab_size}; they belong to different models"
         size = self.tokenizer.get_vocab_size(with_added_tokens=False)
         if size > vocab_size:
             raise Refused(f"{self.path}: has {size} pieces, {mismatch}")
@@ -113,9 +108,10 @@ class TextTokenizer:
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """<|endoftext|> and the declared eos_token, if they are in the vocabulary."""
+        """<|endoftext|>, the declared eos_token and what else a GGUF names, if they are in the vocabulary."""
         eos = self.special_tokens.get("eos_token")
-        return tuple(self.find_ids([END_OF_TEXT] + ([] if eos is None else [eos])))
+        tokens = [END_OF_TEXT, *([] if eos is None else [eos]), *self.stop_tokens]
+        return tuple(self.find_ids(dict.fromkeys(tokens)))
 
     @property
     def own_prefix(self) -> list[str]:
@@ -217,9 +213,9 @@ class TextTokenizer:
         name = "tool_use" if with_tools and "tool_use" in self.chat_templates else "default"
         if name not in self.chat_templates:
             named = f", only {', '.join(sorted(self.chat_templates))}" if self.chat_templates else ""
-            raise Refused(f"{self.path.parent}: has no chat template (chat_template.jinja){named}; leave CHAT unset")
+            raise Refused(f"{self.model_path}: has no chat template (chat_template.jinja){named}; leave CHAT unset")
         if name not in self.compiled_templates:
-            with refusing(self.path.parent, "the chat template failed"):
+            with refusing(self.model_path, "the chat template failed"):
                 self.compiled_templates[name] = ChatTemplate(self.chat_templates[name], self.special_tokens)
         return self.compiled_templates[name]
 
@@ -228,7 +224,7 @@ class TextTokenizer:
         template reads, which count more than enable_thinking."""
         template = self.find_template(bool(variables.get("tools")))
         # A template can fail as any program can: a division by zero, a wrong type, an endless recursion.
-        with refusing(self.path.parent, "the chat template failed"):
+        with refusing(self.model_path, "the chat template failed"):
             return template.render(messages, **{**template.reasoning.variables(enable_thinking), **variables})
 
     def thinking_notice(self, think: bool) -> str | None:

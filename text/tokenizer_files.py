@@ -1,0 +1,48 @@
+"""TokenizerFiles: what the files of a snapshot say about its tokenizer, in the form of tokenizer.json."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from snapshot.reader import parse_json_object, read_file, read_json_object
+from text.chat_template import read_templates
+from text.declared_tokens import MAP_FILE
+
+
+@dataclass(frozen=True)
+class TokenizerFiles:
+    """The tokenizer of a snapshot; of a GGUF what its metadata says, in the same form."""
+
+    path: Path  # of tokenizer.json or the GGUF; begins error messages
+    model: Path  # the folder or the GGUF
+    data: bytes  # tokenizer.json
+    tokenizer: dict[str, Any]  # parsed: the ids as in the file, where the library renumbers added tokens
+    config: dict[str, Any]  # tokenizer_config.json
+    special_map: dict[str, Any]  # special_tokens_map.json
+    templates: dict[str, str]  # sources of chat templates by name
+    stop_tokens: tuple[str, ...] = ()  # more tokens that end an answer, beside eos_token
+    notices: tuple[str, ...] = ()  # where the files disagree, a line each for stderr
+
+
+def has_tokenizer(snapshot: Path) -> bool:
+    """False for a folder without tokenizer.json; a GGUF has its tokenizer inside."""
+    return snapshot.is_file() or (snapshot / "tokenizer.json").is_file()
+
+
+def read_tokenizer_folder(folder: Path) -> TokenizerFiles:
+    """tokenizer.json of a snapshot folder, and the files beside it that are there."""
+    path = folder / "tokenizer.json"
+    data = read_file(path, "text needs the snapshot's tokenizer")
+    tokenizer = parse_json_object(data, f"{path}:")
+    # lexists: a dangling link is a broken download, not an absent file.
+    config, special_map = (
+        read_json_object(extra) if os.path.lexists(extra) else {}
+        for extra in (folder / "tokenizer_config.json", folder / MAP_FILE)
+    )
+    inline = config.get("chat_template")
+    templates = read_templates(folder, inline)
+    notices: tuple[str, ...] = ()
+    if isinstance(inline, str) and inline.strip() != templates.get("default", "").strip():
+        notices = ("[tokenizer] chat_template.jinja counts, not chat_template of tokenizer_config.json",)
+    return TokenizerFiles(path, folder, data, tokenizer, config, special_map, templates, notices=notices)
