@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from snapshot.gguf import read_metadata
 from snapshot.reader import parse_json_object, read_file, read_json_object
 from text.chat_template import read_templates
 from text.declared_tokens import MAP_FILE
@@ -26,8 +27,10 @@ class TokenizerFiles:
 
 
 def has_tokenizer(snapshot: Path) -> bool:
-    """False for a folder without tokenizer.json; a GGUF has its tokenizer inside."""
-    return snapshot.is_file() or (snapshot / "tokenizer.json").is_file()
+    """False for a folder without tokenizer.json, and for a GGUF without tokens."""
+    if snapshot.is_file():
+        return bool(read_metadata(snapshot).get("tokenizer.ggml.tokens"))
+    return (snapshot / "tokenizer.json").exists()
 
 
 def read_tokenizer_folder(folder: Path) -> TokenizerFiles:

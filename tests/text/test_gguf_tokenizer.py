@@ -23,6 +23,7 @@ from text.gguf_pre_tokenizers import PRE_TOKENIZERS
 from text.gguf_tokenizer import GgufTokenizer
 from text.prompt import all_stop_ids
 from text.tokenizer import TextTokenizer
+from text.tokenizer_files import has_tokenizer
 
 MODELS = list(FIXTURE["models"])
 EXAMPLES = settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -261,6 +262,16 @@ def test_a_file_may_hold_tokenizer_json(tmp_path):
     metadata["tokenizer.huggingface.json"] = "{"
     with pytest.raises(Refused, match=r"tokenizer\.huggingface\.json is not valid JSON"):
         gguf_tokenizer(tmp_path, metadata)
+
+
+def test_a_file_without_a_tokenizer(tmp_path):
+    """SCORE takes token ids without one; texts are refused."""
+    assert has_tokenizer(EMBEDDED_SNAPSHOT) and not has_tokenizer(tmp_path)
+    with pytest.raises(Refused, match=r"model\.gguf: has no vocabulary \(tokenizer\.ggml\.tokens\)"):
+        gguf_tokenizer(tmp_path, {})
+    assert not has_tokenizer(tmp_path / "model.gguf")
+    gguf_tokenizer(tmp_path, metadata_of(own_json("qwen2"), "qwen2"))
+    assert has_tokenizer(tmp_path / "model.gguf")
 
 
 # --- metadata that no file should have --------------------------------------------------------------------------------
