@@ -74,7 +74,7 @@ class Evaluation:
         if self.reader.tokenizer is None:
             raise Refused(f"{opened.folder}: has no tokenizer.json; an evaluation is made of texts")
         self.tokenizer: TextTokenizer = self.reader.tokenizer
-        if notice := self.tokenizer.thinking_notice(settings.think):
+        for notice in self.tokenizer.thinking_notices(settings.think):
             say(notice)
         # Every text begins with the family's prefix, truncated or not.
         self.prefix = self.reader.prefix.ids

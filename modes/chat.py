@@ -41,9 +41,8 @@ def run_chat(settings: Settings, opened: OpenedSnapshot, message: str | None = N
     # Before the weights are read: both may be refused.
     ids = None if message is None else history.add_question(message)
     tools = [make_tool(tokenizer, settings.unsafe_sandbox)] if settings.tools else []
-    for notice in (*history.prefix.notices, tokenizer.thinking_notice(settings.think)):
-        if notice:
-            say(notice)
+    for notice in history.prefix.notices + tokenizer.thinking_notices(settings.think):
+        say(notice)
     if tools:
         say(tools_notice(settings.unsafe_sandbox))
     loaded = load_model(settings, opened)

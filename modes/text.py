@@ -60,9 +60,8 @@ def encode_prompt(settings: Settings, config: ModelConfig, tokenizer: TextTokeni
     """PROMPT, in the chat template with CHAT=1, after the family's prefix -> token ids."""
     text = settings.prompt or ""
     prefix = PromptPrefix(config, tokenizer, settings.prefix)
-    for notice in (*prefix.notices, tokenizer.thinking_notice(settings.think and settings.chat)):
-        if notice:
-            say(notice)
+    for notice in prefix.notices + tokenizer.thinking_notices(settings.think and settings.chat):
+        say(notice)
     if settings.chat:
         question = {"role": "user", "content": text}
         _, ids = tokenizer.encode_chat([question], enable_thinking=settings.think)

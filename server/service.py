@@ -27,9 +27,8 @@ class Service:
         self.num_slots: int = scheduler.statistics()["slots"]
         self.stop_ids = all_stop_ids(loaded.config, tokenizer)
         self.prefix = PromptPrefix(loaded.config, tokenizer, settings.prefix)
-        for notice in (*self.prefix.notices, tokenizer.thinking_notice(settings.think)):
-            if notice:
-                say(notice)
+        for notice in self.prefix.notices + tokenizer.thinking_notices(settings.think):
+            say(notice)
 
     def make_request(self, template: Request, ids: list[int], seed: int) -> Request:
         """Return the template with a prompt, and at most as many tokens as have room behind it."""

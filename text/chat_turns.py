@@ -2,17 +2,16 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
 
 from errors import Refused
 from text.chat_answers import AnswerMessage
+from text.chat_template import Message
 from text.detokenizer import Detokenizer
-from text.harmony import CHANNEL, HarmonyParser
+from text.harmony import HarmonyParser, is_harmony
 from text.prompt import PromptPrefix, positions_needed
+from text.reasoning_control import reasoning_state
 from text.reply import THINK, THINK_END
 from text.tokenizer import TextTokenizer
-
-Message = dict[str, Any]
 
 
 class ChatTurns:
@@ -32,10 +31,11 @@ class ChatTurns:
         detokenizer = Detokenizer(self.tokenizer, prompt_ids)
         text = "".join(map(detokenizer.add_token, ids)) + detokenizer.flush()
         prompt = self.tokenizer.render_chat(messages, self.enable_thinking)
-        if CHANNEL in self.tokenizer.template.source:
+        source = self.tokenizer.template.source
+        if is_harmony(source):
             message = harmony_message(text)
         else:
-            message = assistant_message(text, prompt.rstrip().endswith(THINK))
+            message = assistant_message(text, reasoning_state(prompt, source) == "open")
         opening = None
         with suppress(Refused):  # of templates that want an answer behind a question
             closed = self.tokenizer.render_chat(messages, self.enable_thinking, add_generation_prompt=False)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from text.tokenizer import TextTokenizer  # which decodes with this
 
-ENOUGH = 4  # tokens that hold every byte of an incomplete character, and the token before it
+TAIL_LENGTH = 4  # tokens that hold every byte of an incomplete character, and the token before it
 
 
 class Detokenizer:
@@ -35,7 +35,7 @@ class Detokenizer:
         for at in range(len(ids) - 1, -1, -1):
             token = ids[at]
             num_found += token not in self.hidden_ids and bool(self.tokenizer.token_bytes(token, token))
-            if num_found == ENOUGH:
+            if num_found == TAIL_LENGTH:
                 return at
         return 0
 

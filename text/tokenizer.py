@@ -53,7 +53,7 @@ class TextTokenizer:
         self.stop_tokens = files.stop_tokens
         self.compiled_templates: dict[str, ChatTemplate] = {}
         self.lock = threading.Lock()  # encode_part changes the tokenizer for a moment
-        self.space_makers = find_space_makers(self.tokenizer)
+        self.metaspaces = find_metaspaces(self.tokenizer)
         decoder = json.dumps(declared.get("decoder"))
         self.is_byte_level, self.has_byte_fallback = "ByteLevel" in decoder, "ByteFallback" in decoder
         special = [token for token in self.declared.added.values() if token["special"]]
@@ -153,7 +153,7 @@ class TextTokenizer:
     def encode_part(self, text: str, is_start: bool, special_as_text: bool = False) -> Encoding:
         """The caller holds the lock: the tokenizer is changed for a moment."""
         self.tokenizer.encode_special_tokens = special_as_text
-        changed = [] if is_start else self.space_makers
+        changed = [] if is_start else self.metaspaces
         try:
             for metaspace in changed:
                 metaspace.prepend_scheme = "never"
@@ -227,12 +227,12 @@ class TextTokenizer:
         with refusing(self.model_path, "the chat template failed"):
             return template.render(messages, **{**template.reasoning.variables(enable_thinking), **variables})
 
-    def thinking_notice(self, think: bool) -> str | None:
+    def thinking_notices(self, think: bool) -> list[str]:
         """A line for stderr where reasoning was asked for with THINK=1, and the chat template cannot be asked."""
         with suppress(Refused):  # a missing or broken template is refused by the chats that need it
             if think and not self.template.reasoning.has_switch:
-                return "[think] THINK=1 has no effect: the chat template has no switch for reasoning"
-        return None
+                return ["[think] THINK=1 has no effect: the chat template has no switch for reasoning"]
+        return []
 
     def encode_chat(self, messages: list[Message], ending: str = "", **variables: Any) -> tuple[str, list[int]]:
         """As render_chat -> (the text and `ending`, its ids). Special tokens inside messages and tools stay text; an
@@ -271,7 +271,7 @@ def byte_alphabet() -> dict[str, bytes]:
 BYTES = byte_alphabet()
 
 
-def find_space_makers(tokenizer: Tokenizer) -> list[Metaspace]:
+def find_metaspaces(tokenizer: Tokenizer) -> list[Metaspace]:
     """The pre-tokenizers that put a space in front of the first part of a text alone."""
     found = [tokenizer.pre_tokenizer]
     if isinstance(found[0], pre_tokenizers.Sequence):

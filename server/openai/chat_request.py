@@ -95,46 +95,44 @@ def read_template_variables(fields: RequestFields, service: HttpService, templat
 def read_reasoning(fields: RequestFields, kwargs: RequestFields, control: ReasoningControl, think: bool) -> JsonObject:
     """Return the variables of the chat template for the reasoning that a request asks for, which is done or refused.
 
-    kwargs: chat_template_kwargs, which count more than the fields of the same name. think: of requests without a wish.
+    kwargs: chat_template_kwargs, which count more than the fields of the same name. think: for a request
+    that does not say.
     """
     owners = {name: kwargs if name in kwargs.values else fields for name in (*SWITCHES, EFFORT)}
-    fields.values = {name: value for name, value in fields.values.items() if owners.get(name) is not kwargs}
-    asked, wish = EFFORT, None  # the field that says whether to reason, and what it says
-    for name in SWITCHES:
-        value = read_switch(owners[name], name)
-        if value is not None and wish is None:
-            asked, wish = name, value
+    for name in owners:
+        if owners[name] is kwargs and fields.find(name) not in (None, kwargs.values[name]):
+            fields.notices.append(f"{name} has no effect: {kwargs.label(name)} counts more")
+    asked = {name: on for name in SWITCHES if (on := read_switch(owners[name], name)) is not None}
     effort = owners[EFFORT].text(EFFORT, None)
-    own = None
     if effort is not None:
-        effort_wish = effort not in OFF_WORDS
-        own = control.nearest(effort) if effort_wish else None
-        if effort not in (*EFFORTS, *OFF_WORDS) and own is None:
-            known = ", ".join(control.efforts or EFFORTS)
-            owners[EFFORT].refuse_value(EFFORT, f"expected one of {known}, not {effort!r}")
-        wish = effort_wish if wish is None else wish
-    if wish is None:
+        asked[EFFORT] = effort not in OFF_WORDS
+    if not asked:
         return control.variables(think)
-    if wish and not control.can_reason:
-        owners[asked].refuse_value(asked, "the model's chat template has no reasoning")
-    if not wish and not control.can_stop:
+    first, think = next(iter(asked.items()))  # the field that counts, and whether to reason
+    own = control.nearest(effort) if effort is not None and asked[EFFORT] else None
+    if own is None and effort not in (*EFFORTS, *OFF_WORDS, None):
+        known = ", ".join(control.efforts or EFFORTS)
+        owners[EFFORT].refuse_value(EFFORT, f"expected one of {known}, not {effort!r}")
+    if think and not control.can_reason:
+        owners[first].refuse_value(first, "the model's chat template has no reasoning")
+    if not think and not control.can_stop:
         efforts = f"; it knows the efforts {', '.join(control.efforts)}" if control.efforts else ""
-        owners[asked].refuse_value(asked, f"the model's chat template cannot turn reasoning off{efforts}")
+        owners[first].refuse_value(first, f"the model's chat template cannot turn reasoning off{efforts}")
 
     def add_notice(name: str, text: str) -> None:
         fields.notices.append(f"{owners[name].label(name)}{text}")
 
-    if not (control.has_switch or (asked == EFFORT and control.efforts)):
-        add_notice(asked, " has no effect: the chat template has no such variable")
-    if effort is None:
-        return control.variables(wish)
-    if effort_wish != wish:
-        add_notice(EFFORT, f" has no effect: {owners[asked].label(asked)} counts more")
-    elif wish and own is None and control.switches:
-        add_notice(EFFORT, f": {effort} turns reasoning on; the chat template knows no efforts")
-    elif wish and own is not None and own != effort:
-        add_notice(EFFORT, f": {effort} is read as {own}; the chat template knows {', '.join(control.efforts)}")
-    return control.variables(wish, own)
+    if not (control.has_switch or (first == EFFORT and control.efforts)):
+        add_notice(first, " has no effect: the chat template has no such variable")
+    for name in asked:
+        if asked[name] != think:
+            add_notice(name, f" has no effect: {owners[first].label(first)} counts more")
+    if think and asked.get(EFFORT):
+        if own is None and control.switches:
+            add_notice(EFFORT, f": {effort} turns reasoning on; the chat template knows no efforts")
+        elif own not in (None, effort):
+            add_notice(EFFORT, f": {effort} is read as {own}; the chat template knows {', '.join(control.efforts)}")
+    return control.variables(think, own)
 
 
 def read_switch(fields: RequestFields, name: str) -> bool | None:

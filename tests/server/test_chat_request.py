@@ -123,7 +123,7 @@ def test_one_wish_for_reasoning_for_all_templates(ask, name, fields):
     text, notices = ask(source, **fields)
     assert text == ask(source, think=True)[0] or "reasoning_effort" in fields
     assert text != ask(source)[0] and not text.rstrip().endswith("</think>")
-    assert not notices or "no efforts" in notices[0]
+    assert all("no efforts" in notice or "counts more" in notice for notice in notices)
 
 
 def test_what_changes_nothing_is_said(ask):
@@ -136,6 +136,11 @@ def test_what_changes_nothing_is_said(ask):
     ]
     _, notices = ask(templates.GLM_5_2, enable_thinking=False, reasoning_effort="high")
     assert notices == ["reasoning_effort has no effect: enable_thinking counts more"]
+    _, notices = ask(templates.GLM_5_2, enable_thinking=True, thinking=False, reasoning_effort="high")
+    assert notices == ["thinking has no effect: enable_thinking counts more"]
+    kwargs = {"enable_thinking": True, "reasoning_effort": "high"}
+    _, notices = ask(templates.GLM_5_2, enable_thinking=False, reasoning_effort="high", chat_template_kwargs=kwargs)
+    assert notices == ["enable_thinking has no effect: chat_template_kwargs.enable_thinking counts more"]
     assert ask("{{ tone }}{{ messages[0].content }}", chat_template_kwargs={"tone": "ä"}) == ("äHi", [])
     assert ask(templates.QWEN_3)[1] == ask(templates.QWEN_3, think=True)[1] == []
 
