@@ -152,7 +152,9 @@ class GgufTokenizer:
         return head | parts | {"post_processor": processor}
 
     def byte_level(self, pre: PreTokenizer) -> dict[str, Any]:
-        merges: list[Any] = [self.split_merge(i, merge) for i, merge in enumerate(self.array("merges", str))]
+        merges: list[Any] = self.array("merges", str)
+        if any(merge.count(" ") != 1 or merge[0] == " " or merge[-1] == " " for merge in merges):
+            merges = [self.split_merge(i, merge) for i, merge in enumerate(merges)]
         if not merges:  # as in tiktoken: of all pairs the one that makes the token with the lowest id
             pieces = [token for _, token in self.used(NORMAL)]
             merges = derive_merges(pieces, {token: i for i, token in self.used(NORMAL)})

@@ -12,7 +12,9 @@ import pytest
 from errors import Refused
 from load.model import open_snapshot
 from settings import EMBEDDED_SNAPSHOT, Settings
+from snapshot.gguf_files import read_model
 from tests.conftest import FIXTURES, ROOT, read_json
+from tests.support.gguf_models import write_as_gguf
 
 SNAPSHOT = FIXTURES / "glm_moe_dsa"
 
@@ -102,6 +104,13 @@ def test_more_memory_never_refuses_what_fitted_in_less(load, monkeypatch):
 def test_the_tokenizer_is_part_of_the_plan(load):
     with_text, size = load(EMBEDDED_SNAPSHOT).plan, (EMBEDDED_SNAPSHOT / "tokenizer.json").stat().st_size
     assert (with_text.process_bytes - 20 * size) % (64 << 20) == 0
+
+
+def test_the_tokenizer_in_a_gguf_is_part_of_the_plan(load, tmp_path):
+    """It has no file of its own: its size is that of what stands before the tensors."""
+    path = write_as_gguf(FIXTURES / "qwen3_moe", tmp_path / "model.gguf", {"tokenizer.ggml.tokens": ["token"] * 9999})
+    size = min(entry.offset for entry in read_model(path).tensors.values())
+    assert size > 100_000 and (load(path).plan.process_bytes - 40 * size) % (64 << 20) == 0
 
 
 @pytest.mark.parametrize("arguments", [pytest.param([], marks=pytest.mark.slow), ["2", "4", "8"]])

@@ -1,7 +1,9 @@
 """The tokenizer in a GGUF against the tokenizer.json of the same model, and metadata that no file should have."""
 
 import json
+import shutil
 import unicodedata
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -10,7 +12,8 @@ from hypothesis import strategies as st
 from errors import Refused
 from settings import EMBEDDED_SNAPSHOT
 from snapshot.config_file import read_config
-from tests.conftest import read_json
+from tests.conftest import FIXTURES, read_json
+from tests.support.gguf_models import REAL, unpack_header, write_as_gguf
 from tests.support.gguf_tokenizers import (
     FIXTURE,
     NORMAL,
@@ -54,10 +57,19 @@ def test_ids_of_known_texts(pair):
     """The ids were made by the tokenizers library from the files of the hub."""
     ours, _, name = pair
     model = FIXTURE["models"][name]
-    texts = FIXTURE["texts"] + model["special_texts"]
-    assert len(texts) == len(model["ids"]) > 15
-    for text, ids in zip(texts, model["ids"], strict=True):
+    for text, ids in zip(FIXTURE["texts"] + model["special_texts"], model["ids"], strict=True):
         assert ours.encode(text) == ids, text
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_ids_of_a_file_that_llama_cpp_wrote(tmp_path, name):
+    model = FIXTURE["models"][name]
+    whole = REAL / model["file"] / "model.gguf"
+    path = whole if whole.exists() else unpack_header(model["file"], tmp_path)
+    ours = TextTokenizer(path, SimpleNamespace(vocab_size=512, text_prefix=()))
+    for text, ids in zip(FIXTURE["texts"] + model["special_texts"], model["ids"], strict=True):
+        assert ours.encode(text) == ids, text
+    assert ours.notices == [] and ours.stop_ids and ours.render_chat([{"role": "user", "content": "Hello"}])
 
 
 @EXAMPLES
@@ -98,6 +110,21 @@ def test_the_embedded_model_as_a_gguf(tmp_path):
         assert ours.encode(text) == own.encode(text) and ours.decode(own.encode(text)) == text
 
     same()
+
+
+def test_a_gguf_continues_a_text_as_its_snapshot(run_colibri, tmp_path):
+    folder, own = tmp_path / "snapshot", own_json("glm4")
+    shutil.copytree(FIXTURES / "glm4_moe", folder)
+    template = "[gMASK]<sop><|user|>{{ messages[0].content }}"
+    size = read_config(folder)[0].vocab_size
+    own["added_tokens"] = [token for token in own["added_tokens"] if token["id"] < size]
+    folder_tokenizer(folder, own, size, chat_template=template, eos_token="<|endoftext|>")
+    metadata = metadata_of(own, "glm4", size, eos_token_id=496) | {"tokenizer.chat_template": template}
+    path = write_as_gguf(folder, tmp_path / "model.gguf", metadata)
+    for mode in ({"PROMPT": "The year 1984, <sop> naïve 日本"}, {"CHAT": 1, "PROMPT": "Hello <sop>"}):
+        hub, ours = (run_colibri(SNAP=snapshot, NGEN=12, TEMP=0, **mode) for snapshot in (folder, path))
+        assert hub.returncode == ours.returncode == 0, ours.stderr
+        assert hub.stdout == ours.stdout and len(hub.stdout) > 5
 
 
 @pytest.mark.parametrize("pre", sorted(PRE_TOKENIZERS))
