@@ -24,7 +24,7 @@ class ChatHistory:
         self.context = context
         self.prefix = PromptPrefix(config, tokenizer, settings.prefix)
         self.turns = ChatTurns(tokenizer, self.prefix, settings.think)
-        self.reserve = max(1, min(settings.ngen, context // 4))  # tokens kept free for an answer
+        self.ngen = settings.ngen
         self.messages: list[Message] = []
         self.prompt_ids: list[int] = []  # of the last question
         self.first_ids = self.encode([question("x")])  # shares its first ids with every conversation
@@ -42,7 +42,7 @@ class ChatHistory:
         Refused, and nothing changed, when the question does not fit CTX by itself.
         """
         messages = [*self.messages, question(text)]
-        messages, ids = drop_oldest_turns(messages, self.encode, self.context, self.reserve)
+        messages, ids = drop_oldest_turns(messages, self.encode, self.context, self.ngen)
         if len(ids) > self.context:
             raise Refused(f"the message has {len(ids)} tokens, CTX is {self.context}; raise CTX or shorten it")
         if num_dropped := (len(self.messages) + 1 - len(messages)) // 2:

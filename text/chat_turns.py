@@ -68,12 +68,12 @@ def harmony_message(text: str) -> Message:
 
 
 def drop_oldest_turns(
-    messages: list[Message], encode: Callable[[list[Message]], list[int]], context: int, reserve: int
+    messages: list[Message], encode: Callable[[list[Message]], list[int]], context: int, max_tokens: int
 ) -> tuple[list[Message], list[int]]:
-    """Return (the messages that fit the context with `reserve` tokens of an answer, their ids). The last message
-    always stays."""
+    """Return (the messages that fit the context with an answer of max_tokens, or of a quarter of the context; their
+    ids). The last message always stays."""
     ids = encode(messages)
-    if positions_needed(len(ids), reserve) > context:
+    if positions_needed(len(ids), max(1, min(max_tokens, context // 4))) > context:
         # Down to half of the context at once: each drop means a prefill of all that is left.
         while len(messages) > 1 and len(ids) > context // 2:
             messages = messages[2:]

@@ -24,9 +24,8 @@ UNIONS = ("anyOf", "oneOf")
 def argument_types(schema: JsonSchema, key: str) -> Types:
     """Return the JSON types that an argument may have; none where the schema of the parameters does not say."""
     with suppress(RecursionError):
-        resolver = SchemaResolver(schema)
-        types = resolver.types(resolver.find_argument(schema, key))
-        if types != ANY:
+        types = SchemaResolver(schema).argument_types(schema, key)
+        if types not in (None, ANY):
             return types
     return EMPTY
 
@@ -54,7 +53,7 @@ class SchemaResolver:
     def __init__(self, root: JsonSchema):
         self.root = root
         self.ref_types: dict[str, Types] = {}
-        self.ref_arguments: dict[tuple[str, str], Any] = {}
+        self.ref_arguments: dict[tuple[str, str], Types | None] = {}
         self.seen: set[str] = set()
 
     def types(self, schema: Any) -> Types:
@@ -83,24 +82,25 @@ class SchemaResolver:
         types = ANY.intersection(*allowed)
         return types | {"null"} if schema.get("nullable") is True else types
 
-    def find_argument(self, schema: Any, key: str) -> JsonSchema | None:
-        """Return the schema of an argument; None where the schema of an object does not mention it."""
+    def argument_types(self, schema: Any, key: str) -> Types | None:
+        """Return the types of an argument; None where the schema of an object does not mention it."""
         if not isinstance(schema, dict):
             return None
-        found = [named_schema(schema, key)]
+        named = named_schema(schema, key)
+        found = [None if named is None else self.types(named)]
         ref = schema.get("$ref")
         if isinstance(ref, str):
             if (ref, key) not in self.ref_arguments:
                 self.ref_arguments[ref, key] = None  # on this path
-                self.ref_arguments[ref, key] = self.find_argument(self.find_target(ref), key)
+                self.ref_arguments[ref, key] = self.argument_types(self.find_target(ref), key)
             found.append(self.ref_arguments[ref, key])
-        found += [self.find_argument(part, key) for part in parts(schema, "allOf")]
+        found += [self.argument_types(part, key) for part in parts(schema, "allOf")]
         for union in UNIONS:
-            members = [self.find_argument(part, key) for part in parts(schema, union)]
-            if members := [member for member in members if member is not None]:
-                found.append({"anyOf": members})
-        found = [part for part in found if part is not None]
-        return {"allOf": found} if found else None
+            members = [self.argument_types(part, key) for part in parts(schema, union)]
+            if mentioned := [types for types in members if types is not None]:
+                found.append(EMPTY.union(*mentioned))
+        known = [types for types in found if types is not None]
+        return ANY.intersection(*known) if known else None
 
     def names_argument(self, schema: Any) -> bool:
         if not isinstance(schema, dict):

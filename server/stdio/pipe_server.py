@@ -114,8 +114,7 @@ class PipeServer(Service):
             answer_ids = before.ids[len(before.prompt_ids) :]
             answer = self.turns.answer_message(before.messages, before.prompt_ids, answer_ids)
             messages = [*before.messages, answer, *messages]
-        reserve = min(self.settings.ngen, self.context // 4)
-        kept, ids = drop_oldest_turns(messages, self.turns.encode, self.context, reserve)
+        kept, ids = drop_oldest_turns(messages, self.turns.encode, self.context, self.settings.ngen)
         if num_dropped := (len(messages) - len(kept)) // 2:
             say(f"[stdio] CTX={self.context} is full: the oldest turns are forgotten ({num_dropped})")
         request = self.new_request(ids, self.settings.ngen, self.settings.temp, self.settings.nucleus)

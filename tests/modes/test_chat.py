@@ -236,7 +236,7 @@ def test_a_full_context_drops_the_oldest_turns(capsys):
     history = history_of(ctx=100, NGEN=20)
     for number in range(12):
         ids = history.add_question(f"Question {number}, what is it that the king said?")
-        assert len(ids) + history.reserve - 1 <= 100 and len(history.messages) % 2 == 1
+        assert len(ids) + 20 - 1 <= 100 and len(history.messages) % 2 == 1
         assert history.messages[-1]["content"].startswith(f"Question {number},")
         history.add_answer(TOKENIZER.encode("He said nothing."))
     notices = capsys.readouterr().err.splitlines()

@@ -180,6 +180,14 @@ def test_a_text_of_digits_stays_a_text(schema, root):
     assert ReplyParser(tools=tools).parse_increment(text) == [("call", "f"), ("arguments", '{"zip": "94110"}')]
 
 
+def test_references_that_fan_out_are_resolved_once():
+    """A schema of 3 KB whose every definition refers twice to the next one took hours, in the server's event loop."""
+    pair = {f"d{at}": {"anyOf": 2 * [{"$ref": f"#/$defs/d{at + 1}"}]} for at in range(40)}
+    root = {"$ref": "#/$defs/d0", "$defs": pair | {"d40": {"properties": {"zip": STRING}}}}
+    assert argument_types(root, "zip") == {"string"} and has_arguments(root)
+    assert argument_types({"properties": {"zip": root}, "$defs": root["$defs"]}, "zip") == set()
+
+
 names = st.sampled_from(["A", "B", "C"])
 schemas = st.recursive(
     st.one_of(
