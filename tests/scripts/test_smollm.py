@@ -5,6 +5,7 @@ import json
 import os
 import sys
 import zipfile
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,8 +16,8 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from scripts import get_smollm
 from scripts.smollm.experts import NUM_EXPERTS, make_config, rope_rows_in_halves, split_mlp
-from scripts.smollm.tokenizer import CONTROL, save_tokenizer
 from tests.conftest import ROOT
+from text.gguf_tokenizer import CONTROL, GgufTokenizer
 from text.tokenizer import TextTokenizer
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -35,6 +36,7 @@ METADATA = {
     "llama.attention.layer_norm_rms_epsilon": float(np.float32(1e-5)),
     "llama.vocab_size": len(PIECES),
     "tokenizer.ggml.model": "gpt2",
+    "tokenizer.ggml.pre": "smollm",
     "tokenizer.ggml.tokens": PIECES,
     "tokenizer.ggml.token_type": [CONTROL] * len(SPECIAL) + [1] * (len(PIECES) - len(SPECIAL)),
     "tokenizer.ggml.merges": MERGES,
@@ -204,6 +206,10 @@ def test_the_container_is_the_snapshot_with_fewer_bits(snapshot, tmp_path, bits,
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Text
+
+
+def save_tokenizer(metadata, folder):
+    GgufTokenizer(Path("model.gguf"), metadata).files().save(folder)
 
 
 def test_the_tokenizer_is_byte_level_with_single_digits(tmp_path):

@@ -244,6 +244,19 @@ def test_named_chat_templates(tmp_path):
         bare.render_chat(question)
 
 
+@pytest.mark.parametrize("extra", [{}, {"tokenizer.chat_template.tool_use": "{{ tools }}"}])
+def test_files_for_a_folder(tmp_path, extra):
+    """A snapshot that is made from a GGUF has the same tokenizer and templates."""
+    metadata = metadata_of(own_json("deepseek-v3"), "deepseek-v3") | {"tokenizer.chat_template": "plain"} | extra
+    GgufTokenizer(tmp_path / "model.gguf", metadata).files().save(tmp_path, model_max_length=99)
+    ours = gguf_tokenizer(tmp_path, metadata)
+    folder = TextTokenizer(tmp_path, SimpleNamespace(vocab_size=512, text_prefix=()))
+    for name in ("chat_templates", "special_tokens", "special", "own_prefix", "is_byte_level"):
+        assert getattr(ours, name) == getattr(folder, name), name
+    assert read_json(tmp_path / "tokenizer_config.json")["model_max_length"] == 99 and folder.notices == []
+    assert all(ours.encode(text) == folder.encode(text) for text in FIXTURE["texts"])
+
+
 # --- a pre-tokenizer that is not known --------------------------------------------------------------------------------
 
 
