@@ -22,6 +22,7 @@ BYTE_LEVEL, SENTENCE_PIECE = "gpt2", "llama"
 KEY, TEMPLATE, OWN_JSON = "tokenizer.ggml.", "tokenizer.chat_template", "tokenizer.huggingface.json"
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # token types
 MAX_TOKEN_CHARS = 1024
+MAX_CUTS = 1 << 23  # of all tokens in two, where merges are derived; 262,144 tokens have two million
 NO_ID = (-1, 0xFFFFFFFF)
 # Names in tokenizer_config.json -> in the metadata: tokenizer.ggml.*_token_id.
 SPECIAL = {
@@ -157,7 +158,7 @@ class GgufTokenizer:
             merges = [self.split_merge(i, merge) for i, merge in enumerate(merges)]
         if not merges:  # as in tiktoken: of all pairs the one that makes the token with the lowest id
             pieces = [token for _, token in self.used(NORMAL)]
-            merges = derive_merges(pieces, {token: i for i, token in self.used(NORMAL)})
+            merges = self.derive_merges(pieces, {token: i for i, token in self.used(NORMAL)})
         model = self.bpe(merges, ignore_merges=pre.ignore_merges)
         byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
         normalizer = {"type": "NFC"} if pre.is_nfc else None
@@ -170,6 +171,17 @@ class GgufTokenizer:
             self.refuse(f"{KEY}merges[{i}] is {show(merge)}, expected two pieces; the file is broken")
         return [merge[:at], merge[at + 1 :]]
 
+    def derive_merges(self, pieces: list[str], ids: dict[str, int]) -> list[tuple[str, str]]:
+        """The merges of pieces in the order in which they are merged: every way to make each from two others."""
+        if (num_cuts := sum(map(len, pieces))) > MAX_CUTS:
+            self.refuse(f"has tokens of {num_cuts} characters, above the limit of {MAX_CUTS}; the file is broken")
+        merges: list[tuple[str, str]] = []
+        for piece in pieces:
+            cuts = ((piece[:at], piece[at:]) for at in range(1, len(piece)))
+            known = [(left, right) for left, right in cuts if left in ids and right in ids]
+            merges += sorted(known, key=lambda cut: (ids[cut[0]], ids[cut[1]]))
+        return merges
+
     def sentence_piece(self) -> dict[str, Any]:
         scores: list[float] = self.array("scores", float, int)
         if len(scores) != len(self.tokens):
@@ -178,7 +190,7 @@ class GgufTokenizer:
         best_first = sorted(ids, key=lambda token: -scores[ids[token]])
         unknown = self.special.get("unknown")
         has_bytes = len(list(self.used(BYTE))) == 256
-        model = self.bpe(derive_merges(best_first, ids), unk_token=unknown, fuse_unk=True, byte_fallback=has_bytes)
+        model = self.bpe(self.derive_merges(best_first, ids), unk_token=unknown, fuse_unk=True, byte_fallback=has_bytes)
         spaces = [{"type": "Replace", "pattern": {"String": " "}, "content": SPACE}]
         decoders: list[dict[str, Any]] = [
             {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
@@ -231,17 +243,6 @@ class GgufTokenizer:
         start = f"{TEMPLATE}."
         named |= {key.removeprefix(start): text for key, text in self.metadata.items() if key.startswith(start)}
         return {name: text for name, text in named.items() if isinstance(text, str)}
-
-
-def derive_merges(pieces: Iterable[str], ids: dict[str, int]) -> list[tuple[str, str]]:
-    """The merges of a vocabulary whose pieces come in the order in which they are merged: every way to make each of
-    them from two others."""
-    merges: list[tuple[str, str]] = []
-    for piece in pieces:
-        cuts = ((piece[:at], piece[at:]) for at in range(1, len(piece)))
-        known = [(left, right) for left, right in cuts if left in ids and right in ids]
-        merges += sorted(known, key=lambda cut: (ids[cut[0]], ids[cut[1]]))
-    return merges
 
 
 def first_token(token: str, i: int) -> dict[str, Any]:

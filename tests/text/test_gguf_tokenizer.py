@@ -354,6 +354,16 @@ def test_broken_metadata_is_refused(tmp_path, pre, damage, line):
         gguf_tokenizer(tmp_path, damage(metadata_of(own_json(pre), pre)))
 
 
+def test_merges_of_endless_tokens_are_not_derived(tmp_path):
+    """The work grows with the squares of their lengths."""
+    tokens = [f"{i:0>1024}" for i in range(9000)]
+    metadata = change(tokens=tokens, token_type=[NORMAL] * 9000, scores=[0.0] * 9000)(
+        metadata_of(own_json("llama"), "llama")
+    )
+    with pytest.raises(Refused, match=r"model\.gguf: has tokens of 92\d{5} characters, above the limit of 8388608"):
+        gguf_tokenizer(tmp_path, metadata, size=9000)
+
+
 def test_a_vocabulary_that_does_not_fit_the_model(tmp_path):
     metadata = metadata_of(own_json("llama"), "llama")
     with pytest.raises(Refused, match=r"has 512 pieces, the model a vocabulary of 500; they belong to different"):
