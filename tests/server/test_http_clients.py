@@ -211,7 +211,9 @@ def test_restart_after_kill(tmp_path):
 
 def test_sigterm_during_generation():
     server = ServerProcess("1", **SINGLE_THREAD)
-    with send_raw(server, request_bytes({"prompt": "In", "max_tokens": 900, "stream": True})) as connection:
+    with send_raw(
+        server, request_bytes({"prompt": "In", "max_tokens": 900, "temperature": 0, "stream": True})
+    ) as connection:
         data = connection.recv(200)
         assert server.stop(seconds=5) == 0
         while received := connection.recv(65536):
