@@ -65,7 +65,7 @@ def check_stdout() -> None:
     there (machine/exit.py opened it for reading alone)."""
     with suppress(OSError, ValueError):  # a stream without a file
         if fcntl.fcntl(sys.stdout.fileno(), fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
-            raise Refused("stdout is closed, and the answer goes there; lead it to a file, or to /dev/null")
+            raise Refused("stdout is closed, and the answer goes there; redirect it to a file or to /dev/null")
 
 
 def say(line: str) -> None:
