@@ -3,6 +3,7 @@
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -10,11 +11,18 @@ from tests.conftest import ROOT
 
 # A mount namespace of our own: its mounts are seen by this process alone.
 BARE = """
-for folder in /tmp /var/tmp /dev/shm /proc /sys; do
+for folder in $EMPTY; do
     [ -d $folder ] && mount -t tmpfs -o ro,mode=555 tmpfs $folder
 done
 exec "$@"
 """
+# Not what holds the checkout or the interpreter, which may lie in /tmp.
+NEEDED = [ROOT, Path(sys.prefix), Path(sys.base_prefix).resolve()]
+EMPTY = [
+    folder
+    for folder in ("/tmp", "/var/tmp", "/dev/shm", "/proc", "/sys")
+    if not any(path.is_relative_to(folder) for path in NEEDED)
+]
 UNSHARE = ["unshare", "--user", "--map-root-user", "--mount"]
 
 
@@ -31,6 +39,7 @@ def run_bare(arguments, **variables):
         "PYTHONDONTWRITEBYTECODE": "1",
         "HOME": "/no/home",
         "LC_ALL": "xx_YY.none",
+        "EMPTY": " ".join(EMPTY),
     } | variables
     command = [*UNSHARE, "sh", "-c", BARE, "sh", sys.executable, *arguments]
     return subprocess.run(command, env=environ, cwd=ROOT, capture_output=True, text=True, timeout=120)
