@@ -8,6 +8,7 @@ in one line. 130: interrupted. 129, 143: SIGHUP, SIGTERM. 141: the reader of std
 end ends with 0.
 """
 
+import signal
 import sys
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import machine.interpreter  # noqa: F401 - first: a Python that is too old, or w
 
 # isort: split
 from errors import Refused
-from machine.exit import exit_code
+from machine.exit import exit_code, handled_by
 from settings import USAGE, Settings
 
 
@@ -35,18 +36,20 @@ def run_arguments(arguments: list[str]) -> int:
 
 def run(settings: Settings) -> int:
     """Run the mode that the settings choose -> exit code."""
-    # Imported here: torch takes a second or two, and a mistyped variable should be reported at once.
-    from load.model import open_snapshot
-    from machine.console import say
-    from modes.chat import run_chat
-    from modes.check import run_check
-    from modes.reference import reference_path
-    from modes.replay import run_replay
-    from modes.run import Mode, run_mode
-    from modes.score import run_score
-    from modes.serve import open_server, run_serve
-    from modes.teacher_forcing import run_teacher_forcing
-    from modes.text import run_text
+    # Imported here: torch takes a second or two, and a mistyped variable should be reported at once. Signals end the
+    # program without Python meanwhile: imports lose an exception of a handler, or leave a package half loaded.
+    with handled_by(signal.SIG_DFL):
+        from load.model import open_snapshot
+        from machine.console import say
+        from modes.chat import run_chat
+        from modes.check import run_check
+        from modes.reference import reference_path
+        from modes.replay import run_replay
+        from modes.run import Mode, run_mode
+        from modes.score import run_score
+        from modes.serve import open_server, run_serve
+        from modes.teacher_forcing import run_teacher_forcing
+        from modes.text import run_text
 
     modes: tuple[tuple[object, Mode], ...] = (
         (settings.score, run_score),

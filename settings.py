@@ -6,7 +6,6 @@ colibri.py and the scripts call Settings.read and pass the values down; no other
 import ipaddress
 import os
 import re
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -165,6 +164,8 @@ class Environ(TextFieldReader):
             home = Path(Path.home() if Path.home().is_absolute() else "/", ".cache")
             if os.access(next(path for path in (home, *home.parents) if path.exists()), os.W_OK | os.X_OK):
                 return home / "colibri.py"
+        import tempfile  # needed here alone, and slow to import
+
         with suppress(OSError):  # nowhere a file can be written
             folder = Path(tempfile.gettempdir(), f"colibri.py-{os.getuid()}")
             if folder.parent != Path.cwd():

@@ -18,8 +18,6 @@ from machine.interpreter import broken_package, missing_package
 
 SIGNALS = (signal.SIGTERM, signal.SIGHUP)  # the terminal is closed: handled alike, so that nothing is left behind
 NO_MEMORY = ("can't allocate memory", "not enough memory", "Cannot allocate memory")  # of torch's allocators
-
-
 SAME_SECONDS = 1.0
 HELD = (signal.SIGINT, *SIGNALS)
 
@@ -77,18 +75,28 @@ def exit_code(program: str, work: Callable[[], int], interrupted: str | Callable
 
 
 @contextmanager
-def hold_signals() -> Iterator[None]:
-    """Hold Ctrl-C and the signals that end a program until the block, which tidies up, is done."""
-    if threading.current_thread() is not threading.main_thread():
+def handled_by(handler: Callable[[int, FrameType | None], object] | signal.Handlers) -> Iterator[None]:
+    """Ctrl-C and the signals that end a program go to `handler` while the block runs."""
+    if threading.current_thread() is not threading.main_thread():  # it alone has handlers
         yield
         return
-    held: list[int] = []
-    before = {number: signal.signal(number, lambda number, frame: held.append(number)) for number in HELD}
+    before = {number: signal.getsignal(number) for number in HELD}
+    before = {number: each for number, each in before.items() if each is not signal.SIG_IGN}
     try:
+        for number in before:
+            signal.signal(number, handler)
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+        for number, each in before.items():
+            signal.signal(number, each if each is not None else signal.SIG_DFL)
+
+
+@contextmanager
+def hold_signals() -> Iterator[None]:
+    """Hold these signals until the block, which tidies up, is done."""
+    held: list[int] = []
+    with handled_by(lambda number, frame: held.append(number)):
+        yield
     if held:
         signal.raise_signal(held[0])
 
@@ -114,10 +122,7 @@ def explain(error: BaseException) -> tuple[int, str]:
         case RuntimeError() if any(words in str(error) for words in NO_MEMORY):
             return 2, "there is not enough memory; lower RAM_GB or CTX, or free some"
         case RuntimeError() if "start new thread" in str(error):
-            return (
-                2,
-                "no more threads may be started here; raise the limit (ulimit -u, or pids.max of the cgroup)",
-            )
+            return 2, "no more threads may be started here; raise the limit (ulimit -u, or pids.max of the cgroup)"
     if sys.flags.dev_mode:
         traceback.print_exception(error)
     return 1, f"a fault of the program: {describe_fault(error)}; please report it, with what python -X dev shows"
