@@ -1,5 +1,6 @@
 """exit_code: run a program to its exit code, with one line on stderr for an error that ends it."""
 
+import atexit
 import io
 import math
 import os
@@ -72,6 +73,7 @@ def exit_code(program: str, work: Callable[[], int], interrupted: str | Callable
         end_line()
         flush_stdout()
         threading.excepthook = hook
+        atexit.register(end_by_signals)  # called before what packages registered
 
 
 @contextmanager
@@ -89,6 +91,13 @@ def handled_by(handler: Callable[[int, FrameType | None], object] | signal.Handl
     finally:
         for number, each in before.items():
             signal.signal(number, each if each is not None else signal.SIG_DFL)
+
+
+def end_by_signals() -> None:
+    """Let signals end an interpreter that is ending anyway, without a traceback of what it tidies up."""
+    for number in HELD:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
 
 
 @contextmanager

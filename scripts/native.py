@@ -9,7 +9,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import machine.interpreter  # noqa: F401 - first: what is missing is said in one line
 
 # isort: split
-from kernels.build import BuildError, find_library, usable_variants
+from errors import Refused
+from kernels.build import BuildError, CannotBuild, find_library, usable_variants
 from machine.console import say
 from machine.exit import exit_code
 from scripts.options import OneLineParser
@@ -27,6 +28,8 @@ def compile_all(_: argparse.Namespace) -> int:
         started = time.monotonic()
         try:
             path = find_library(folder, name)
+        except CannotBuild as error:
+            raise Refused(str(error)) from None
         except BuildError as error:
             say(f"native: {name}: {error}")  # older compilers lack the newest ones
             continue

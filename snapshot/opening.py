@@ -22,8 +22,8 @@ def locate(path: Path) -> Path:
             raise Refused(f"SNAP={path}: {problem}")
         return first_shard(path)
     if not path.is_dir():
-        problem = "no such folder or file; it must name a Hugging Face snapshot folder or a GGUF file"
-        raise Refused(f"SNAP={path}: {problem}")
+        what = "is no folder or regular file" if path.exists() else "no such folder or file"
+        raise Refused(f"SNAP={path}: {what}; it must name a Hugging Face snapshot folder or a GGUF file")
     folder = find_snapshot(path)
     names = [file.name for file in own_files(folder, ".safetensors", INDEX_FILE)]
     is_snapshot = any(

@@ -176,3 +176,20 @@ def test_a_signal_while_torch_is_imported_is_not_lost(number):
     command = [sys.executable, "-c", STOPPED_WHILE_IMPORTING, str(number.value)]
     process = subprocess.run(command, cwd=ROOT, env=os.environ | {"TF": "1"}, capture_output=True, timeout=60)
     assert (process.returncode, process.stderr) == (-number, b"")
+
+
+ENDING = """
+import atexit, os, signal, sys
+from machine.exit import exit_code
+
+atexit.register(lambda: (os.kill(os.getpid(), signal.{name}), print("went on")))
+exit_code("program", lambda: 0)
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_a_signal_while_the_interpreter_ends_shows_no_traceback(name):
+    """Ctrl-C just after the end of convert showed one of what torch does then."""
+    program = [sys.executable, "-c", ENDING.format(name=name)]
+    process = subprocess.run(program, cwd=ROOT, capture_output=True, timeout=60)
+    assert (process.returncode, process.stdout, process.stderr) == (-getattr(signal, name), b"", b"")

@@ -48,6 +48,6 @@ def run_bare(arguments, **variables):
 @pytest.mark.skipif(not can_unshare(), reason="needs namespaces")
 def test_a_text_in_a_container_with_nothing():
     """It ended in a traceback of psutil, which finds no process without /proc; a missing home folder in another."""
-    process = run_bare(["colibri.py"], PROMPT="In the beginning", NGEN="4", TEMP="0", KERNELS="reference")
+    process = run_bare(["colibri.py"], PROMPT="In", NGEN="1", TEMP="0", KERNELS="reference")
     assert process.returncode == 0 and process.stdout.strip(), process.stderr
     assert "Traceback" not in process.stderr and "[memory] free memory is unknown" in process.stderr

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from kernels import build
 from machine import files, interpreter
 from machine.exit import Terminated, hold_signals
 from machine.files import temporary_folder
@@ -134,6 +135,17 @@ def test_help_of_native_compiles_nothing(monkeypatch, capsys):
     assert ended.value.code == 0 and "Compile the C kernels" in capsys.readouterr().out
     assert native.main(["--everything"]) == 2
     assert capsys.readouterr().err == "native: unrecognized arguments: --everything\n"
+
+
+def test_a_full_disk_is_said_once(monkeypatch, capsys):
+    """native.py said that the disk is full for every instruction set."""
+
+    def fail(*rest):
+        raise build.CannotBuild("/cache/kernels: its disk is full")
+
+    monkeypatch.setattr(native, "find_library", fail)
+    assert native.main([]) == 2
+    assert capsys.readouterr().err == "native: /cache/kernels: its disk is full\n"
 
 
 # --- what is temporary is removed -------------------------------------------------------------------------------------

@@ -2,15 +2,18 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import safetensors.torch
 import torch
 
+from errors import Refused
 from load.model import open_snapshot
 from settings import Settings
 from snapshot.folder import find_snapshot, own_files, snapshot_name
 from snapshot.index import INDEX_FILE
+from snapshot.opening import locate
 from tests.conftest import FAMILIES, FIXTURES, ROOT
 from tests.support.hostile import (
     MODEL_BYTES,
@@ -241,3 +244,9 @@ def test_every_door_takes_a_model_of_a_hub_cache(cache, tmp_path, run_colibri):
 def test_an_ordinary_snapshot_has_no_notice(name):
     """Nothing disagrees in what transformers has saved, and every tensor has its place."""
     assert notices(FIXTURES / name) == [] == notices(FIXTURES / name, DRAFT="0")
+
+
+def test_a_device_is_no_snapshot():
+    """SNAP=/dev/null was said not to be there."""
+    with pytest.raises(Refused, match="SNAP=/dev/null: is no folder or regular file"):
+        locate(Path("/dev/null"))
